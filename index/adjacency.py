@@ -1,0 +1,60 @@
+"""Adjacency rows on their own memory: what the target said after a token, and after a pair of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from retrodraft.kernels import adjacency as kernel
+
+PAIR_SLOTS = 1 << 18  # 16 MB of pair rows, written as they are used
+
+
+class AdjacencyRows:
+    """Top-8 rows with probabilities for every token and for the recent pairs of tokens (see `kernels.adjacency`).
+
+    Memory: 48 bytes a token of the vocabulary and 60 bytes a pair slot; for 152,000 tokens 23 MB.
+    """
+
+    width = kernel.WIDTH
+
+    def __init__(self, vocab_size: int, num_pairs: int = PAIR_SLOTS) -> None:
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+        self.vocab_size = vocab_size
+        self.num_pairs = num_pairs
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self.token_ids = np.full((self.vocab_size, kernel.WIDTH), -1, np.int32)
+        self.token_probs = np.zeros((self.vocab_size, kernel.WIDTH), np.uint16)
+        self.pair_keys = np.zeros(self.num_pairs, np.int64)
+        self.pair_stamps = np.zeros(self.num_pairs, np.int32)
+        self.pair_ids = np.zeros((self.num_pairs, kernel.WIDTH), np.int32)
+        self.pair_probs = np.zeros((self.num_pairs, kernel.WIDTH), np.uint16)
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The tables in the order the kernels take them."""
+        return (
+            self.token_ids, self.token_probs, self.pair_keys, self.pair_stamps, self.pair_ids, self.pair_probs
+        )  # fmt: skip
+
+    def row(self, token: int, previous: int | None = None) -> list[tuple[int, float]]:
+        """`(token, probability)` entries of the row of `token`, or of the pair (`previous`, `token`)."""
+        ids, probs = self.token_ids, self.token_probs
+        index = token
+        if previous is not None:
+            ids, probs = self.pair_ids, self.pair_probs
+            index = kernel.find_pair(self.pair_keys, previous, token)
+        if index < 0:
+            return []
+        return [(int(t), float(p) / kernel.ONE) for t, p in zip(ids[index], probs[index], strict=True) if t >= 0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables, used or not."""
+        return sum(array.nbytes for array in self.arrays)

@@ -1,0 +1,294 @@
+"""What a model can verify: decided by running it, not by a list of names.
+
+At wrap time a small random tree is verified and its logits are compared with those of plain forwards over the same
+paths; then a path is committed and a second tree compared, so that compaction is tried as well. What fails is tried as
+a chain, then as a chain whose recurrent states are restored from a snapshot, and at last left to plain decoding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import DynamicCache
+from transformers.generation import logits_process, stopping_criteria
+
+from retrodraft.cache import DraftCache, unsupported_layer
+from retrodraft.compat import CACHE_ARG, cache_in
+from retrodraft.folders import cache_folder
+from retrodraft.snapshot import SnapshotVerifier
+from retrodraft.target import TargetModel, tree_hooks
+from retrodraft.tree import DraftTree
+
+Mode = Literal["tree", "chain", "snapshot", "plain"]
+
+VERSION = 1  # of the probe; a stored verdict of another one is not used
+LONGEST_PREFIX = 1100  # windows up to about this size are crossed by the probe
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+LOW_PRECISION_TOLERANCE = 5e-2  # of the largest logit: a wrong mask is off by far more, rounding by less
+PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Verdict of the probe on one model."""
+
+    mode: Mode  # "tree", "chain", "snapshot" (a chain over recurrent states) or "plain" (no drafting)
+    reason: str  # why not a better mode; empty for "tree"
+    max_difference: float  # largest logit difference seen in that mode, relative to the largest logit
+
+    def __str__(self) -> str:
+        return f"{self.mode} (logits within {self.max_difference:.1e})" + (f": {self.reason}" if self.reason else "")
+
+
+def probe(model: Any) -> Capabilities:
+    """The verdict on `model`: a stored one for the same class, configuration, attention and versions, else a new one."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return Capabilities("plain", "it is an encoder-decoder", 0.0)
+    path = cache_folder() / f"probe-{_key(model)}.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return Capabilities(**stored)
+    except (OSError, ValueError, TypeError):
+        pass  # absent or damaged: probed anew
+    verdict = run_probe(model)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(asdict(verdict), file)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only home only means probing again next time
+    return verdict
+
+
+def run_probe(model: Any) -> Capabilities:
+    """Try the modes in order of speed and return the first whose logits are right."""
+    training = model.training
+    model.eval()
+    attempts: list[tuple[Mode, Callable[[Any], float]]] = [
+        ("tree", _try_tree), ("chain", _try_chain), ("snapshot", _try_snapshot)
+    ]  # fmt: skip
+    if str(model.config._attn_implementation).startswith("flash"):
+        attempts = attempts[1:]
+    reasons = []
+    try:
+        with torch.inference_mode(), tree_hooks():
+            for mode, attempt in attempts:
+                try:
+                    difference = attempt(model)
+                except PROBE_ERRORS as error:
+                    reasons.append(f"{mode}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                    continue
+                if difference <= TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE):
+                    return Capabilities(mode, "; ".join(reasons), difference)
+                reasons.append(f"{mode}: logits differ by {difference:.1e}")
+    finally:
+        model.train(training)
+    return Capabilities("plain", "; ".join(reasons), 0.0)
+
+
+def _try_tree(model: Any) -> float:
+    """Largest difference over two trees with a commit of a path with gaps between them."""
+    return _try_shapes(model, [([-1, 0, 1, 2, 1, 0, 5, 0], [0, 5, 6]), ([-1, 0, 1, 0, 3, 3, 0], [0, 3, 5])])
+
+
+def _try_chain(model: Any) -> float:
+    return _try_shapes(model, [([-1, 0, 1, 2, 3], [0, 1, 2]), ([-1, 0, 1, 2], [0, 1])])
+
+
+def _try_shapes(model: Any, shapes: list[tuple[list[int], list[int]]]) -> float:
+    native = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if reason := unsupported_layer(native):
+        raise ValueError(reason)
+    prefix, fresh = _probe_text(model)
+    cache = DraftCache(native, 1)
+    model(input_ids=torch.tensor([prefix], device=model.device), use_cache=True, **{CACHE_ARG: cache})
+    target = TargetModel(model)
+    mask = target.prefix_mask()
+    worst = 0.0
+    for parents, path in shapes:
+        tree = DraftTree.from_nodes(fresh.pop(), [fresh.pop() for _ in parents[1:]], parents[1:])
+        logits = target.verify([tree], cache, mask).logits[0]
+        ancestors = tree.ancestor_mask()
+        for node in range(len(tree)):
+            if node not in tree.parents:  # a leaf; its path covers its ancestors
+                nodes = ancestors[node].nonzero()[0]
+                worst = max(worst, _difference(model, prefix, tree.token_ids[nodes].tolist(), logits[nodes]))
+        cache.commit([path])
+        prefix = prefix + tree.token_ids[path].tolist()
+    return worst
+
+
+def _try_snapshot(model: Any) -> float:
+    """A chain whose tail is rejected, then one that replays what was accepted."""
+    prefix, fresh = _probe_text(model)
+    verifier = SnapshotVerifier(model)
+    verifier.prefill(torch.tensor([prefix], device=model.device))
+    worst = 0.0
+    for accepted in (2, 3, 1):
+        tokens = [fresh.pop() for _ in range(4)]
+        logits = verifier.verify(tokens)
+        worst = max(worst, _difference(model, prefix, tokens, logits))
+        verifier.commit(accepted)
+        prefix = prefix + tokens[:accepted]
+    return worst
+
+
+def _probe_text(model: Any) -> tuple[list[int], list[int]]:
+    """A random prefix, longer than the attention window where that is short enough, and fresh tokens to draft."""
+    config = model.config.get_text_config(decoder=True)
+    sizes = (getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None))
+    window = max((size for size in sizes if isinstance(size, int) and size < LONGEST_PREFIX), default=0)
+    length = window + 9
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and limit > 0:
+        length = max(min(length, limit - 16), 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (length + 40,), generator=generator).tolist()
+    return tokens[:length], tokens[length:]
+
+
+def _difference(model: Any, prefix: list[int], tokens: list[int], logits: torch.Tensor) -> float:
+    """Largest difference between `logits` and a plain forward over `prefix` and `tokens`, over the largest logit."""
+    text = torch.tensor([prefix + tokens], device=model.device)
+    plain = model(input_ids=text, use_cache=False).logits[0, len(prefix) :].float()
+    worst = (logits.float() - plain).abs().max() / plain.abs().max().clamp(min=1.0)
+    return float(worst) if torch.isfinite(worst) else float("inf")
+
+
+def _key(model: Any) -> str:
+    parts = (
+        VERSION, type(model).__name__, model.config.to_json_string(use_diff=False), model.config._attn_implementation,
+        str(model.dtype), model.device.type, torch.__version__, transformers.__version__,
+    )  # fmt: skip
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+# Processors that treat each row by itself, so that rows may be at different lengths.
+_ROWWISE_PROCESSORS = tuple(
+    getattr(logits_process, name)
+    for name in (
+        "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper",
+        "EpsilonLogitsWarper", "EtaLogitsWarper", "TopHLogitsWarper", "RepetitionPenaltyLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor", "SequenceBiasLogitsProcessor",
+        "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "SuppressTokensLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization",
+    )
+    if hasattr(logits_process, name)
+)  # fmt: skip
+_ROWWISE_CRITERIA = (
+    stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria, stopping_criteria.StopStringCriteria
+)  # fmt: skip
+_KNOWN_KWARGS = {
+    "cache", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_attentions",
+    "output_hidden_states", "inputs_embeds", "return_dict",
+}  # fmt: skip
+
+
+def reason_to_delegate(
+    capabilities: Capabilities,
+    model: Any,
+    batch_size: int,
+    generation_config: Any,
+    processors: Any,
+    criteria: Any,
+    synced_gpus: bool,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Why this call is left to plain `generate`, or None; decided before the first forward."""
+    if capabilities.mode == "plain":
+        return f"the model can't verify drafts ({capabilities.reason})"
+    if synced_gpus:
+        return "synced_gpus needs the same number of forwards on every device"
+    cache = cache_in(model_kwargs)
+    if not generation_config.use_cache or cache is None:
+        return "drafting needs the KV cache (use_cache=False, or the model brings a cache of its own)"
+    if capabilities.mode != "snapshot" and not isinstance(cache, DraftCache) and (why := unsupported_layer(cache)):
+        return why
+    for name, value in model_kwargs.items():
+        if name not in _KNOWN_KWARGS and isinstance(value, torch.Tensor):
+            return f"the model input {name!r} would have to be drafted too"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() != 2:
+        return "its positions have more than one dimension"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not _left_padded(mask):
+        return "the attention_mask has gaps that are not left padding"
+    padded = mask is not None and bool((mask == 0).any())
+    if padded and cache.get_seq_length():
+        return "a padded prompt can't continue a passed-in cache"
+    if capabilities.mode == "snapshot" and (batch_size > 1 or padded):
+        return "recurrent states are drafted for one unpadded row only"
+    if batch_size > 1:
+        if streamer is not None:
+            return "a streamer takes the tokens of all rows at once, whose rows draft at their own pace"
+        return _reason_against_batch(model, generation_config, processors, criteria)
+    return None
+
+
+def _reason_against_batch(
+    model: Any, generation_config: Any, processors: Any, criteria: Any
+) -> str | None:
+    if str(model.config._attn_implementation).startswith("flash"):
+        return "flash attention can't verify rows of different lengths"
+    for kind, items, known in (
+        ("logits processor", processors, _ROWWISE_PROCESSORS), ("stopping criterion", criteria, _ROWWISE_CRITERIA)
+    ):  # fmt: skip
+        for item in items:
+            if type(item) not in known:
+                return f"the {kind} {type(item).__name__} may look at the whole batch, whose rows draft at their own pace"
+    has_eos = any(isinstance(item, stopping_criteria.EosTokenCriteria) for item in criteria)
+    if not has_eos and any(isinstance(item, stopping_criteria.StopStringCriteria) for item in criteria):
+        return "without an EOS token, plain generate goes on with rows that met a stop string"
+    if generation_config.output_attentions or generation_config.output_hidden_states:
+        return "attentions and hidden states of rows that draft at their own pace have no common shape"
+    return None
+
+
+def _left_padded(mask: torch.Tensor) -> bool:
+    """Whether each row of a 0/1 mask is zeros, then at least a one, then only ones."""
+    return mask.dim() == 2 and bool((mask.diff(dim=-1) >= 0).all()) and bool((mask[:, -1] == 1).all())
+
+
+def depth_limit(config: Any, length: int) -> int:
+    """How deep a tree below a root at position `length` may go without leaving what the positions are good for.
+
+    Learned and scaled positions end at `max_position_embeddings`; dynamic and long RoPE change every frequency at a
+    length, which plain decoding passes one token at a time; Llama 4 scales its queries by the cache slot.
+    """
+    limits = []
+    maximum = getattr(config, "max_position_embeddings", None)
+    if isinstance(maximum, int) and maximum > 0:
+        limits.append(maximum - 1 - length)
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in ("dynamic", "longrope"):
+        original = scaling.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        switch = original if isinstance(original, int) else maximum
+        if isinstance(switch, int):
+            if length < switch:
+                limits.append(switch - 1 - length)
+            elif kind == "dynamic":
+                limits.append(0)
+    return max(min(limits), 0) if limits else 1 << 30
+
+
+def node_limit(config: Any, length: int) -> int:
+    """How many nodes fit behind `length` tokens before the cache slot itself changes the attention (Llama 4)."""
+    if not getattr(config, "attn_temperature_tuning", False):
+        return 1 << 30
+    scale = int(getattr(config, "floor_scale", 8192))
+    return max(scale - 2 - length % scale, 0)

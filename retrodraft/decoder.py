@@ -1,0 +1,303 @@
+"""`RetroDraft`: HF `generate`, with every target forward verifying a tree of drafted tokens.
+
+`_step` is the straight line from context to committed tokens; everything it calls is a leaf.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.generation.utils import GenerationMixin
+
+from retrodraft.batch import Batch
+from retrodraft.budget import MAX_NODES, Budget, cached_cost_curve
+from retrodraft.capabilities import depth_limit, node_limit, probe, reason_to_delegate
+from retrodraft.compat import decoding_methods, streamer_of_caller
+from retrodraft.errors import UnsupportedModelError
+from retrodraft.stats import DecodingStats
+from retrodraft.strategies import make_strategy
+from retrodraft.target import PromptHarvest, TargetModel, top_logits, tree_hooks
+from retrodraft.tree import DraftTree
+
+REPRODUCIBLE_NODES = 15  # draft nodes of every forward when the shape must not vary and no budget is given
+HARVESTED_PROMPT = 2048  # newest prompt tokens whose logits are read
+
+
+class RetroDraft:
+    """Makes a Hugging Face causal language model generate in fewer forwards, with the same output.
+
+    Args:
+        model: any causal LM with `generate`; nothing in it is changed.
+        tokenizer: used for `stop_strings` where a call does not pass one.
+        strategy: "retro", or a published method in the same engine: "goose", "token_recycling", "suffix",
+            "prompt_lookup".
+        budget: draft nodes of a forward; "auto" prices them by the measured cost curve (`retrodraft.budget`).
+        max_depth: longest draft in tokens; None leaves it to the strategy.
+        reproducible: verify with one constant shape, so that in low precision the output depends as little as the
+            kernels allow on what was drafted. Needless in float32.
+
+    Raises:
+        UnsupportedModelError: `model` is not a causal language model.
+        ValueError: an argument is out of range, or the tokenizer has more tokens than the model has rows.
+
+    What is learned (adjacency rows, hit rates, the token rate) stays from call to call until `reset()`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        strategy: str = "retro",
+        budget: int | str = "auto",
+        max_depth: int | None = None,
+        reproducible: bool = False,
+    ) -> None:
+        self.model = _checked_model(model)
+        self.tokenizer = tokenizer
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        if tokenizer is not None and len(tokenizer) > self.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens, the model only {self.vocab_size} embedding rows: "
+                "pass the tokenizer that belongs to the model"
+            )
+        self._max_depth = _checked_count("max_depth", max_depth, 1)
+        fixed = None if budget == "auto" else _checked_count("budget", budget, 0)
+        if reproducible and fixed is None:
+            fixed = REPRODUCIBLE_NODES
+        self._min_nodes = 1 + fixed if reproducible and fixed is not None else 1
+        self.strategy = make_strategy(strategy, self.vocab_size)
+        self.capabilities = probe(model)
+        self._fixed_budget = fixed
+        self._budget: Budget | None = None  # the cost curve is measured when the first call needs it
+        self._target = TargetModel(model)
+        self._view = _drafting_view(self)
+        self._lock = threading.Lock()  # the learned state is shared by threads
+        self._warned: set[str] = set()
+        self.stats = DecodingStats()
+        self.total_stats = DecodingStats()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.generate` with the same arguments, return value and output, in fewer target forwards.
+
+        What cannot be drafted (beam search, a quantized cache, ...) runs as plain `generate`, with one warning.
+        """
+        if self.tokenizer is not None and kwargs.get("tokenizer") is None:
+            kwargs["tokenizer"] = self.tokenizer
+        return type(self.model).generate(self._view, *args, **kwargs)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The decoding loop in the form of HF's `custom_generate` callables: `generate(..., custom_generate=rd)`."""
+        if model is not self.model and model is not self._view:
+            raise ValueError("this RetroDraft was made for another model: wrap the one that generates")
+        streamer = streamer if streamer is not None else streamer_of_caller()
+        mode = decoding_methods().get(generation_config.get_generation_mode())
+        if mode == "_sample":
+            reason = reason_to_delegate(
+                self.capabilities, self.model, input_ids.shape[0], generation_config, logits_processor,
+                stopping_criteria, synced_gpus, streamer, model_kwargs,
+            )  # fmt: skip
+        else:
+            reason = f"{(mode or 'this mode').strip('_')} keeps several hypotheses or has a drafter of its own"
+        if reason is None:
+            return self._decode(
+                input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+            )
+        self._warn_once(reason)
+        plain = getattr(type(self.model), mode or "_sample")
+        return plain(
+            self.model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+            generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def enabled(self) -> Iterator[RetroDraft]:
+        """Inside, plain `model.generate` drafts, and so does everything built on it (`pipeline`, agents)."""
+        own = self.model.__dict__.get("generate")
+        self.model.generate = self.generate
+        try:
+            yield self
+        finally:
+            if own is None:
+                del self.model.generate
+            else:
+                self.model.generate = own
+
+    def reset(self) -> None:
+        """Forget everything learned from earlier calls, the cumulative statistics included."""
+        with self._lock:
+            self.strategy.reset()
+            if self._budget is not None:
+                self._budget.reset()
+            self.total_stats = DecodingStats()
+
+    def _decode(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> Any:
+        """Prefill, steps until every row has finished, output."""
+        self._prepare_budget()
+        batch = Batch(
+            self._target, self.capabilities.mode == "snapshot", self.strategy, input_ids, logits_processor, stopping_criteria,
+            generation_config, streamer, model_kwargs,
+        )  # fmt: skip
+        with tree_hooks(), self.model._optimize_model_for_decode():
+            self._prefill(batch)
+            while batch.unfinished:
+                self._step(batch)
+        batch.stats.num_calls = 1
+        with self._lock:
+            self.stats = batch.stats
+            self.total_stats = self.total_stats + batch.stats
+        return batch.output()
+
+    def _prefill(self, batch: Batch) -> None:
+        """Feed the prompt, harvest what the target says along it, and take the first token."""
+        start = time.perf_counter()
+        harvest = PromptHarvest(self.model)
+        with harvest.listening() if self.strategy.top_k else contextlib.nullcontext():
+            output = batch.prefill()
+        for index, row in enumerate(batch.rows):
+            top = harvest.read(index, min(len(row.prompt), HARVESTED_PROMPT), self.strategy.top_k)
+            root, acceptance = batch.walk_prefill(index, output)
+            with self._lock:
+                row.drafts.begin(row.prompt, top)
+                row.drafts.commit(root, acceptance.path, np.array(acceptance.token_ids, np.int32), None)
+        batch.stats.num_target_forwards += 1
+        batch.stats.num_row_forwards += len(batch.rows)
+        batch.stats.num_new_tokens += len(batch.rows)
+        batch.stats.prefill_seconds += time.perf_counter() - start
+
+    def _step(self, batch: Batch) -> None:
+        """One target forward: context -> candidates -> tree -> verify -> accept -> commit."""
+        started = time.perf_counter()
+        # 1. draft: each unfinished row proposes a tree below its newest token
+        trees = [self._draft(row, batch) for row in batch.rows]
+        drafted = time.perf_counter()
+        # 2. verify: the target says what follows every node, in one forward
+        output = batch.verify(trees, self._min_nodes)
+        top = [self._top(batch.logits(i, output), tree) for i, tree in enumerate(trees)]
+        verified = time.perf_counter()
+        # 3. accept: walk each tree as far as the target agrees; one more token comes with it
+        acceptances = [batch.walk(i, tree, output) for i, tree in enumerate(trees)]
+        # 4. commit: keep the visited nodes' keys and values, forget the others
+        batch.commit(acceptances)
+        # 5. learn: stores, hit rates and the token rate take the outcome
+        walked = time.perf_counter()
+        for i, row in enumerate(batch.rows):
+            if acceptances[i].token_ids:
+                self._learn(row, trees[i], acceptances[i], top[i], batch)
+        done = time.perf_counter()
+        batch.stats.num_target_forwards += 1
+        batch.stats.draft_seconds += drafted - started
+        batch.stats.verify_seconds += verified - drafted
+        batch.stats.commit_seconds += done - verified
+        batch.stats.draft_us.append(1e6 * (drafted - started + done - walked))
+
+    def _draft(self, row: Any, batch: Batch) -> DraftTree:
+        """The row's next tree, no larger than its budget, its remaining tokens and the model's positions allow."""
+        if row.finished:
+            return DraftTree.root_only(0)
+        config = self.model.config.get_text_config(decoder=True)
+        depth = min(row.remaining - 1, depth_limit(config, row.length), self._max_depth or MAX_NODES)
+        room = min(node_limit(config, row.length), MAX_NODES if self._fixed_budget is None else self._fixed_budget)
+        assert self._budget is not None
+        with self._lock:
+            prices = self._budget.prices(row.length, room)
+            if depth < 1 or len(prices) < 2:
+                return DraftTree.root_only(row.root)
+            return row.drafts.draft(prices, depth, self.capabilities.mode != "tree")
+
+    def _learn(self, row: Any, tree: DraftTree, acceptance: Any, top: Any, batch: Batch) -> None:
+        """Tell the strategy and the budget what came of a tree, and count it."""
+        assert self._budget is not None
+        with self._lock:
+            row.drafts.commit(tree, acceptance.path, np.array(acceptance.token_ids, np.int32), top)
+            self._budget.learn(row.length, len(tree) - 1, len(acceptance.token_ids))
+        batch.count(tree, acceptance, self.strategy.proposers)
+
+    def _top(self, logits: torch.Tensor, tree: DraftTree) -> Any:
+        return top_logits(logits[: len(tree)], self.strategy.top_k) if self.strategy.top_k else None
+
+    def _prepare_budget(self) -> None:
+        with self._lock:
+            if self._budget is None:
+                curve = None
+                if self._fixed_budget is None and self.capabilities.mode in ("tree", "chain"):
+                    curve = cached_cost_curve(self.model)
+                self._budget = Budget(self._fixed_budget, curve)
+
+    def _warn_once(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"retrodraft leaves this call to plain generate: {reason}", stacklevel=4)
+
+
+def _drafting_view(rd: RetroDraft) -> Any:
+    """The same model object seen through a subclass whose sampling loop is ours.
+
+    `generate` looks its loop up on the class and hands it everything, streamer and tokenizer included, which it keeps
+    from a `custom_generate` callable. The view shares the model's attributes; the model itself stays as it is.
+    """
+    base = type(rd.model)
+
+    def _sample(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return rd(rd.model, input_ids, **kwargs)
+
+    def leave(name: str) -> Any:
+        def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            rd._warn_once(f"{name.strip('_')} keeps several hypotheses or has a drafter of its own")
+            return getattr(base, name)(rd.model, *args, **kwargs)
+
+        return delegate
+
+    others = {name: leave(name) for name in set(decoding_methods().values()) - {"_sample"}}
+    view_class = type(base.__name__, (base,), {"_sample": _sample, **others, "__module__": base.__module__})
+    view = object.__new__(view_class)
+    view.__dict__ = rd.model.__dict__
+    return view
+
+
+def _checked_model(model: Any) -> Any:
+    if not isinstance(model, torch.nn.Module) or not isinstance(model, GenerationMixin):
+        raise UnsupportedModelError(
+            f"RetroDraft needs a transformers model with a generate method, got {type(model).__name__}: "
+            "load one with AutoModelForCausalLM.from_pretrained"
+        )
+    if not model.config.is_encoder_decoder and model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-modeling head: load it with AutoModelForCausalLM"
+        )
+    return model
+
+
+def _checked_count(name: str, value: Any, least: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f'{name} must be a whole number{" or " + chr(34) + "auto" + chr(34) if name == "budget" else ""}, got {value!r}')
+    if not least <= value <= 1024:
+        raise ValueError(f"{name} must lie between {least} and 1024, got {value}")
+    return value

@@ -1,0 +1,26 @@
+"""Strategies by name."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from retrodraft.strategy import STRATEGIES, Strategy
+
+
+def make_strategy(name: str, vocab_size: int) -> Strategy:
+    """A fresh strategy for a vocabulary of `vocab_size` embedding rows; raises ValueError for an unknown name."""
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {name!r}")
+    if name == "retro":
+        from retrodraft.retro import RetroStrategy
+
+        return RetroStrategy(vocab_size)
+    from retrodraft import baselines
+
+    kinds = {
+        "goose": baselines.Goose,
+        "token_recycling": baselines.TokenRecycling,
+        "suffix": baselines.SuffixDecoding,
+        "prompt_lookup": baselines.PromptLookup,
+    }
+    return cast(Strategy, kinds[name](vocab_size))

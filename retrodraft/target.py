@@ -1,0 +1,198 @@
+"""The target model: one forward over a batch of draft trees, and what is read from it.
+
+A forward leaves `attention_mask` out, passes each node's position, and hooks the mask builders that every transformers
+model calls (`kernels.tree_attention`), so no modelling file is forked and no model name is known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import masking_utils
+from transformers.integrations import sdpa_attention
+
+from retrodraft.cache import DraftCache
+from retrodraft.compat import CACHE_ARG
+from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, tree_mask_function
+from retrodraft.strategy import TopLogits
+from retrodraft.tree import DraftTree
+
+HARVEST_CHUNK = 128  # prompt positions whose logits are held at once
+
+_local = threading.local()  # .layout: the trees of the forward that this thread is in
+_hooks_lock = threading.Lock()
+_hooks_held = 0
+_plain_use_gqa = sdpa_attention.use_gqa_in_sdpa
+
+
+def _tree_mask(plain: Any) -> Any:
+    """A mask builder that behaves as `plain` outside a tree forward."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        layout: TreeLayout | None = getattr(_local, "layout", None)
+        if layout is None or kwargs.get("q_length") != layout.num_nodes:
+            return plain(*args, **kwargs)
+        causal = kwargs["mask_function"] is masking_utils.causal_mask_function and not kwargs["kv_offset"]
+        if causal and layout.prefix_mask is not None:
+            return layout.prefix_mask.cut(layout.ancestors[0], kwargs["kv_length"] - layout.num_nodes)
+        kwargs["mask_function"] = tree_mask_function(layout, kwargs["mask_function"], kwargs["q_offset"])
+        kwargs["allow_is_causal_skip"] = False
+        return plain(*args, **kwargs)
+
+    return build
+
+
+def _use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+    # Without it transformers repeats the whole cache once for each query head, at every layer of every forward. On the
+    # GPU a masked grouped query would fall to the slow math kernel, so there its own choice stands.
+    if key.device.type == "cpu" and getattr(_local, "layout", None) is not None:
+        return True
+    return bool(_plain_use_gqa(attention_mask, key, value))
+
+
+@contextlib.contextmanager
+def tree_hooks() -> Iterator[None]:
+    """Let mask builders see the thread's trees; nested and concurrent uses share one installation."""
+    global _hooks_held
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    with _hooks_lock:
+        _hooks_held += 1
+        if _hooks_held == 1:
+            for name in ("sdpa", "eager", "flex_attention"):
+                masks[name] = _tree_mask(masks[name])
+            sdpa_attention.use_gqa_in_sdpa = _use_gqa
+    try:
+        yield
+    finally:
+        with _hooks_lock:
+            _hooks_held -= 1
+            if _hooks_held == 0:
+                for name in ("sdpa", "eager", "flex_attention"):
+                    del masks[name]
+                sdpa_attention.use_gqa_in_sdpa = _plain_use_gqa
+
+
+class TargetModel:
+    """A causal language model seen as a verifier of draft trees."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in parameters
+        self._implementation: str = model.config._attn_implementation
+        dtype = model.dtype
+        if self._implementation == "eager":
+            self._mask_values = torch.zeros((), dtype=dtype), torch.tensor(torch.finfo(dtype).min, dtype=dtype)
+        else:
+            self._mask_values = torch.tensor(True), torch.tensor(False)
+
+    def prefix_mask(self) -> PrefixMask:
+        """A fresh buffer for the full-attention masks of one row."""
+        visible, hidden = self._mask_values
+        return PrefixMask(visible.to(self.model.device), hidden.to(self.model.device))
+
+    def verify(
+        self,
+        trees: list[DraftTree],
+        cache: DraftCache,
+        prefix_mask: PrefixMask | None = None,
+        min_nodes: int = 1,
+        **forward_kwargs: Any,
+    ) -> Any:
+        """One forward over a tree for each row; its nodes lie behind the cache's committed tokens until `commit`.
+
+        Shorter trees are padded with unseen nodes to the longest one, or to `min_nodes`. Returns the model's output,
+        logits [batch_size, num_nodes, vocab_size].
+        """
+        nodes = max(min_nodes, max(len(tree) for tree in trees))
+        device = self.model.device
+        token_ids = torch.zeros(len(trees), nodes, dtype=torch.long)
+        for row, tree in enumerate(trees):
+            token_ids[row, : len(tree)] = torch.from_numpy(tree.token_ids)
+        layout = None
+        if nodes > 1 or len(trees) > 1:
+            layout = self._layout(trees, nodes, cache, prefix_mask)
+            positions = layout.position_ids
+        else:
+            positions = torch.tensor([cache.lengths], device=device)
+        kwargs: dict[str, Any] = {"input_ids": token_ids.to(device), CACHE_ARG: cache, "use_cache": True}
+        if self._takes_positions:
+            kwargs["position_ids"] = positions
+        cache.stage()
+        _local.layout = layout
+        try:
+            return self.model(**kwargs, **forward_kwargs, return_dict=True)
+        finally:
+            _local.layout = None
+            if layout is not None and layout.prefix_mask is not None:
+                layout.prefix_mask.clear(cache.lengths[0], nodes)
+
+    def _layout(
+        self, trees: list[DraftTree], nodes: int, cache: DraftCache, prefix_mask: PrefixMask | None
+    ) -> TreeLayout:
+        depths = torch.zeros(len(trees), nodes, dtype=torch.long)
+        ancestors = torch.zeros(len(trees), nodes, nodes, dtype=torch.bool)
+        for row, tree in enumerate(trees):
+            count = len(tree)
+            depths[row, :count] = torch.from_numpy(tree.depths)
+            ancestors[row, :count, :count] = torch.from_numpy(tree.ancestor_mask())
+            ancestors[row, range(count, nodes), range(count, nodes)] = True  # a padding node sees itself, no NaN
+        device = self.model.device
+        lengths = torch.tensor(cache.lengths, device=device)
+        return TreeLayout(
+            lengths, depths.to(device), ancestors.to(device), prefix_mask if len(trees) == 1 else None
+        )
+
+
+def top_logits(logits: torch.Tensor, k: int) -> TopLogits:
+    """The `k` best entries of each row of `logits` [num_positions, vocab_size], with softmax probabilities."""
+    logits = logits.float()
+    values, indices = logits.topk(min(k, logits.shape[-1]), dim=-1)
+    probs = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    return TopLogits(indices.to(torch.int32).cpu().numpy(), probs.cpu().numpy())
+
+
+class PromptHarvest:
+    """What the target says after each token of the prompt, read from the prefill that happens anyway.
+
+    A hook keeps the decoder's last hidden states; the output head is then applied a chunk at a time, so that the
+    [prompt, vocabulary] matrix never exists. Logit scaling outside the head changes no ranking and is left out.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._head = model.get_output_embeddings()
+        self._decoder = getattr(model, model.base_model_prefix, None)
+        self._hidden: torch.Tensor | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Keep the hidden states of the forwards inside."""
+        if self._head is None or self._decoder is None or not isinstance(self._decoder, torch.nn.Module):
+            yield
+            return
+
+        def keep(module: Any, args: Any, output: Any) -> None:
+            self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+
+        handle = self._decoder.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def read(self, row: int, count: int, k: int) -> TopLogits | None:
+        """Top `k` after each of the last `count` tokens of a row (fewer where the last forward held fewer)."""
+        if self._hidden is None:
+            return None
+        hidden = self._hidden[row, max(self._hidden.shape[1] - count, 0) :]
+        if not len(hidden) or hidden.shape[-1] != self._head.weight.shape[-1]:
+            return None
+        parts = [top_logits(self._head(chunk), k) for chunk in hidden.split(HARVEST_CHUNK)]
+        ids, probs = zip(*((part.token_ids, part.probs) for part in parts), strict=True)
+        return TopLogits(np.concatenate(ids), np.concatenate(probs))
