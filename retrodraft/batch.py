@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from retrodraft.cache import DraftCache
+from retrodraft.cache import DraftCache, cached_length
 from retrodraft.compat import CACHE_ARG, cache_in
 from retrodraft.outputs import Recorder, stacked
 from retrodraft.snapshot import SnapshotVerifier
@@ -93,7 +93,7 @@ class Batch:
     def prefill(self) -> Any:
         """Feed what of the prompt is not cached, as plain generate would; returns the model's output."""
         kwargs = dict(self._model_kwargs)
-        cached = self._native.get_seq_length() if self._cache is not None or self._native.layers else 0
+        cached = cached_length(self._native)
         if self._cache is not None:
             kwargs[CACHE_ARG] = self._cache
             self._cache.stage(False)

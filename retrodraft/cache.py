@@ -229,6 +229,11 @@ class DraftCache(Cache):
                 target.cumulative_length = total
 
 
+def cached_length(cache: Cache) -> int:
+    """Tokens whose keys and values a cache holds; 0 where it holds recurrent states alone, which have no length."""
+    return int(cache.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+
+
 def unsupported_layer(native: Cache) -> str | None:
     """Why a cache can't be drafted on, or None: only plain, growing keys and values can be rolled back row by row."""
     if not isinstance(native, DynamicCache) or getattr(native, "offloading", False):

@@ -21,7 +21,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.generation import logits_process, stopping_criteria
 
-from retrodraft.cache import DraftCache, unsupported_layer
+from retrodraft.cache import DraftCache, cached_length, unsupported_layer
 from retrodraft.compat import CACHE_ARG, cache_in
 from retrodraft.folders import cache_folder
 from retrodraft.snapshot import SnapshotVerifier
@@ -226,7 +226,7 @@ def reason_to_delegate(
     if mask is not None and not _left_padded(mask):
         return "the attention_mask has gaps that are not left padding"
     padded = mask is not None and bool((mask == 0).any())
-    if padded and cache.get_seq_length():
+    if padded and cached_length(cache):
         return "a padded prompt can't continue a passed-in cache"
     if capabilities.mode == "snapshot" and (batch_size > 1 or padded):
         return "recurrent states are drafted for one unpadded row only"

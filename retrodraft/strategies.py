@@ -15,12 +15,11 @@ def make_strategy(name: str, vocab_size: int) -> Strategy:
         from retrodraft.retro import RetroStrategy
 
         return RetroStrategy(vocab_size)
-    from retrodraft import baselines
+    from retrodraft.baselines import PromptLookup, TokenRecycling
+    from retrodraft.goose import Goose
+    from retrodraft.suffix_decoding import SuffixDecoding
 
     kinds = {
-        "goose": baselines.Goose,
-        "token_recycling": baselines.TokenRecycling,
-        "suffix": baselines.SuffixDecoding,
-        "prompt_lookup": baselines.PromptLookup,
-    }
+        "goose": Goose, "token_recycling": TokenRecycling, "suffix": SuffixDecoding, "prompt_lookup": PromptLookup
+    }  # fmt: skip
     return cast(Strategy, kinds[name](vocab_size))

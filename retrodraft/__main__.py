@@ -1,0 +1,5 @@
+"""`python -m retrodraft`."""
+
+from retrodraft.cli import main
+
+main()

@@ -1,0 +1,91 @@
+"""Workload files: prompts to measure on, as chat messages."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class WorkloadItem:
+    """One prompt: the messages up to the answer that is to be generated."""
+
+    id: str
+    category: str
+    messages: list[Message]
+
+
+def read_workload(path: Path | str) -> list[WorkloadItem]:
+    """Read a jsonl workload: `{id, category, messages}`, or Spec-Bench's `{question_id, category, turns}`.
+
+    Trailing assistant messages are answers and are left out of the prompt. Blank lines, a BOM and CRLF are fine.
+
+    Raises:
+        ValueError: the file is missing or empty, or a line is broken; names the file and the line.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ValueError(f"workload {str(path)!r} can't be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"workload {str(path)!r} is not UTF-8 text (byte {error.start})") from error
+    items = [_item(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not items:
+        raise ValueError(f"workload {str(path)!r} holds no prompts")
+    return items
+
+
+def _item(line: str, where: str) -> WorkloadItem:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
+    if "messages" in record:
+        identifier, messages = record.get("id"), record["messages"]
+    elif "turns" in record:
+        identifier, turns = record.get("question_id"), record["turns"]
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise ValueError(f"{where}: 'turns' must be a list that begins with a text")
+        messages = [{"role": "user", "content": turns[0]}]
+    else:
+        raise ValueError(f"{where}: needs 'messages' (or Spec-Bench's 'turns')")
+    if identifier is None:
+        raise ValueError(f"{where}: 'id' is missing")
+    return WorkloadItem(str(identifier), str(record.get("category", "all")), _prompt_messages(messages, where))
+
+
+def _prompt_messages(messages: Any, where: str) -> list[Message]:
+    if not isinstance(messages, list):
+        raise ValueError(f"{where}: 'messages' must be a list, got {type(messages).__name__}")
+    kept: list[Message] = []
+    for position, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{where}: message {position} needs a 'role'")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            raise ValueError(f"{where}: message {position}: 'content' must be text, got {type(content).__name__}")
+        kept.append({"role": message["role"], "content": content or ""})
+    while kept and kept[-1]["role"] == "assistant":
+        kept.pop()
+    if not kept:
+        raise ValueError(f"{where}: no message before the answer")
+    return kept
+
+
+def render_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
+    """Token ids of the messages under the tokenizer's chat template, up to where the answer begins.
+
+    Tool messages become the user's, since few templates know the role. Without a template the texts are joined.
+    """
+    if tokenizer.chat_template is None:
+        return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+    known = [{**message, "role": "user"} if message["role"] == "tool" else message for message in messages]
+    text = tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
