@@ -60,6 +60,8 @@ def probe(model: Any) -> Capabilities:
     except (OSError, ValueError, TypeError):
         pass  # absent or damaged: probed anew
     verdict = run_probe(model)
+    if verdict.mode == "plain":
+        return verdict  # not kept: broken weights, say, must not tell on the next model of this configuration
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:

@@ -103,7 +103,7 @@ def rigged_llama(successor: list[int]) -> Any:
     """Model R of the tests: the next token is exactly `successor[last token]`."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(**{**_SMALL, "hidden_size": 128, "vocab_size": len(successor), "tie_word_embeddings": False})
+        LlamaConfig(**{**_SMALL, "hidden_size": 128, "vocab_size": len(successor), "pad_token_id": None})
     ).eval()
     with torch.no_grad():
         for layer in model.model.layers:
