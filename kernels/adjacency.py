@@ -22,9 +22,11 @@ ONE = 65535.0  # fixed-point 1.0
 
 
 @njit(cache=True, nogil=True)
-def pair_bucket(first: int, second: int, num_slots: int) -> int:
+def pair_bucket(first, second, num_slots):
     """First slot of the bucket of a pair."""
-    mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(second) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        second
+    ) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(31)
     return np.int64(mixed % np.uint64(num_slots // WAYS)) * WAYS
 

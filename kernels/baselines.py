@@ -1,4 +1,4 @@
-"""Hot loops of the published strategies: prompt lookup, Token Recycling, SuffixDecoding (GOOSE is in `goose_tree`).
+"""Hot loops of published strategies: prompt lookup, Token Recycling, SuffixDecoding (GOOSE: `baselines_goose`).
 
 Trees are written to caller's arrays in the order of creation; node 0 is the root, `parents[i] < i`.
 """
@@ -6,7 +6,16 @@ Trees are written to caller's arrays in the order of creation; node 0 is the roo
 import numpy as np
 from numba import njit
 
-from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN, step
+from retrodraft.kernels.suffix_automaton import (
+    COUNT,
+    HEAD,
+    LENGTH,
+    LINK,
+    NEXT,
+    TARGET,
+    TOKEN,
+    step,
+)
 
 MAX_FRONTIER = 64  # open nodes of one suffix draft; probabilities of at least 0.1 that sum to 1 need ten
 
@@ -21,7 +30,11 @@ def first_window(text, length, max_ngram):
     found = -1
     for end in range(1, length):
         size = 0
-        while size < max_ngram and size < end and text[end - 1 - size] == text[length - 1 - size]:
+        while (
+            size < max_ngram
+            and size < end
+            and text[end - 1 - size] == text[length - 1 - size]
+        ):
             size += 1
         if size > best:
             best = size
@@ -32,7 +45,9 @@ def first_window(text, length, max_ngram):
 
 
 @njit(cache=True, nogil=True)
-def fill_template(matrix, root, template_parents, ranks, max_depth, tokens, parents, depths, origins):
+def fill_template(
+    matrix, root, template_parents, ranks, max_depth, tokens, parents, depths, origins
+):
     """Fill a static tree from an adjacency matrix; returns the number of nodes, the root included.
 
     Template node i (0 = root) takes entry `ranks[i]` of the row of node `template_parents[i]`, which comes earlier.
@@ -51,7 +66,9 @@ def fill_template(matrix, root, template_parents, ranks, max_depth, tokens, pare
         parent = placed[template_parents[i]]
         if parent < 0 or depths[parent] >= max_depth:
             continue
-        token = matrix[tokens[parent], ranks[i]] if 0 <= tokens[parent] < vocab_size else -1
+        token = (
+            matrix[tokens[parent], ranks[i]] if 0 <= tokens[parent] < vocab_size else -1
+        )
         if token < 0 or token >= vocab_size:
             continue
         placed[i] = count
@@ -84,7 +101,20 @@ def longest_match(states, edges, table, text, length, limit):
 
 
 @njit(cache=True, nogil=True)
-def speculate(states, edges, state, max_nodes, max_depth, min_prob, vocab_size, single, tokens, parents, depths, probs):
+def speculate(
+    states,
+    edges,
+    state,
+    max_nodes,
+    max_depth,
+    min_prob,
+    vocab_size,
+    single,
+    tokens,
+    parents,
+    depths,
+    probs,
+):
     """SuffixDecoding's draft below one state: best-first by cumulative share of counts. Returns (nodes, score).
 
     A continuation's share is its count over the state's, which includes occurrences with nothing after them. Of equal
@@ -107,8 +137,14 @@ def speculate(states, edges, state, max_nodes, max_depth, min_prob, vocab_size, 
         while edge >= 0:
             target = edges[edge, TARGET]
             # The automaton counts at most 64 nested suffixes an append, so where one token repeats a share may pass 1.
-            prob = node_prob * min(1.0, states[target, COUNT] / max(states[state, COUNT], 1))
-            if prob >= min_prob and 0 <= edges[edge, TOKEN] < vocab_size and size < MAX_FRONTIER:
+            prob = node_prob * min(
+                1.0, states[target, COUNT] / max(states[state, COUNT], 1)
+            )
+            if (
+                prob >= min_prob
+                and 0 <= edges[edge, TOKEN] < vocab_size
+                and size < MAX_FRONTIER
+            ):
                 pool_states[size] = target
                 pool_parents[size] = node
                 pool_tokens[size] = edges[edge, TOKEN]

@@ -19,7 +19,15 @@ import numpy as np
 from numba import njit
 
 from retrodraft.kernels.adjacency import ONE, WIDTH, find_pair
-from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN
+from retrodraft.kernels.suffix_automaton import (
+    COUNT,
+    HEAD,
+    LENGTH,
+    LINK,
+    NEXT,
+    TARGET,
+    TOKEN,
+)
 
 NUM_SCOPES = 4
 NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * 72, 24, 6
@@ -32,7 +40,7 @@ FROM_CONTEXT, FROM_ADJACENCY = 1, 2  # who proposed a candidate, as bits
 
 
 @njit(cache=True, nogil=True)
-def _length_bucket(length: int) -> int:
+def _length_bucket(length):
     if length <= 2:
         return length - 1
     if length <= 4:
@@ -43,7 +51,7 @@ def _length_bucket(length: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _share_bucket(count: int, total: int, num_followers: int) -> int:
+def _share_bucket(count, total, num_followers):
     if num_followers == 1:
         return min(total, 3) - 1
     share = count / total
@@ -53,7 +61,7 @@ def _share_bucket(count: int, total: int, num_followers: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _pair_bucket(prob: float) -> int:
+def _pair_bucket(prob):
     if prob > 0.3:
         return 1 if prob > 0.9 else 2 if prob > 0.6 else 3
     if prob > 0.03:
@@ -62,7 +70,7 @@ def _pair_bucket(prob: float) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _token_bucket(prob: float) -> int:
+def _token_bucket(prob):
     if prob > 0.15:
         return 2 if prob > 0.5 else 3
     return 4 if prob > 0.03 else 5
@@ -87,7 +95,18 @@ def _place(tokens, size, token):
 
 
 @njit(cache=True, nogil=True)
-def gather(stores, scopes, rows, states, lengths, previous, token, out_tokens, out_cells, out_sources):
+def gather(
+    stores,
+    scopes,
+    rows,
+    states,
+    lengths,
+    previous,
+    token,
+    out_tokens,
+    out_cells,
+    out_sources,
+):
     """Candidates to follow a node; returns how many.
 
     `stores[i]` is the (states, edges, table, meta) of the automaton of scope `scopes[i]`, in which the text up to and
@@ -120,7 +139,9 @@ def gather(stores, scopes, rows, states, lengths, previous, token, out_tokens, o
                 if index >= 0 and (index == size or length > match_length[index]):
                     count = automaton[edges[edge, TARGET], COUNT]
                     bucket = (scopes[i] * 2 + shorter) * 6 + _length_bucket(length)
-                    match[index] = 1 + bucket * 6 + _share_bucket(count, total, num_followers)
+                    match[index] = (
+                        1 + bucket * 6 + _share_bucket(count, total, num_followers)
+                    )
                     match_length[index] = length
                     out_sources[index] = FROM_CONTEXT
                     size = max(size, index + 1)
@@ -157,5 +178,7 @@ def gather(stores, scopes, rows, states, lengths, previous, token, out_tokens, o
             out_sources[i] |= FROM_ADJACENCY
         if known and single[i] == 0:
             single[i] = 1
-        out_cells[i] = (match[i] * NUM_PAIR + evidence * 8 + pair[i]) * NUM_TOKEN + single[i]
+        out_cells[i] = (
+            match[i] * NUM_PAIR + evidence * 8 + pair[i]
+        ) * NUM_TOKEN + single[i]
     return size

@@ -12,7 +12,20 @@ MAX_TRIALS = 2000.0  # of a cell; then both counts are halved, so that old outco
 
 @njit(cache=True, nogil=True)
 def observe(
-    stores, scopes, rows, hits, trials, states, lengths, context, tokens, start, top_ids, top_probs, rate, now
+    stores,
+    scopes,
+    rows,
+    hits,
+    trials,
+    states,
+    lengths,
+    context,
+    tokens,
+    start,
+    top_ids,
+    top_probs,
+    rate,
+    now,
 ):
     """Take the committed `tokens[start:]` one by one; returns the index of the first one that found no room.
 
@@ -31,7 +44,16 @@ def observe(
         if sa.needs_room(automaton, edges, table, meta, added):
             return i
         found = gather(
-            stores, scopes, rows, states, lengths, context[0], context[1], cand_tokens, cand_cells, cand_sources
+            stores,
+            scopes,
+            rows,
+            states,
+            lengths,
+            context[0],
+            context[1],
+            cand_tokens,
+            cand_cells,
+            cand_sources,
         )
         for j in range(found):
             cell = cand_cells[j]
@@ -43,13 +65,17 @@ def observe(
                 hits[cell] *= 0.5
         if top_ids[i, 0] >= 0:
             learn_row(rows, context[0], context[1], top_ids[i], top_probs[i], rate, now)
-        sa.append(automaton, edges, table, meta, token, automaton[meta[sa.NEWEST], sa.LENGTH])
+        sa.append(
+            automaton, edges, table, meta, token, automaton[meta[sa.NEWEST], sa.LENGTH]
+        )
         newest_link = automaton[meta[sa.NEWEST], sa.LINK]
         states[0] = newest_link
         lengths[0] = automaton[newest_link, sa.LENGTH]
         for s in range(1, len(stores)):
             other, other_edges, other_table, _ = stores[s]
-            state, length = sa.step(other, other_edges, other_table, states[s], lengths[s], token)
+            state, length = sa.step(
+                other, other_edges, other_table, states[s], lengths[s], token
+            )
             states[s] = state
             lengths[s] = length
         context[0] = context[1]

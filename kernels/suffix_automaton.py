@@ -26,9 +26,11 @@ MAX_CHAIN = 64
 
 
 @njit(cache=True, nogil=True)
-def _slot(state: int, token: int, mask: int) -> int:
+def _slot(state, token, mask):
     """First table slot to probe for the edge of `state` that carries `token`."""
-    mixed = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(
+        token
+    ) * np.uint64(0xC2B2AE3D27D4EB4F)
     return np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
 
 
@@ -113,7 +115,15 @@ def append(states, edges, table, meta, token, position):
             states[clone, HEAD] = -1
             source_edge = states[target, HEAD]
             while source_edge >= 0:
-                _add_edge(states, edges, table, meta, clone, edges[source_edge, TOKEN], edges[source_edge, TARGET])
+                _add_edge(
+                    states,
+                    edges,
+                    table,
+                    meta,
+                    clone,
+                    edges[source_edge, TOKEN],
+                    edges[source_edge, TARGET],
+                )
                 source_edge = edges[source_edge, NEXT]
             while state >= 0:
                 edge = find_edge(states, edges, table, state, token)
@@ -146,7 +156,9 @@ def needs_room(states, edges, table, meta, degree):
 def clone_degree(states, edges, table, meta, token):
     """Upper bound on the edges that appending `token` adds: the new ones on the chain and a clone's copies."""
     state = meta[NEWEST]
-    added = 1  # the cloned state may itself lie on the chain and have gained an edge there
+    added = (
+        1  # the cloned state may itself lie on the chain and have gained an edge there
+    )
     while state >= 0:
         edge = find_edge(states, edges, table, state, token)
         if edge >= 0:

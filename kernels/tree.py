@@ -20,7 +20,9 @@ MIN_PROB = 1e-5  # of a path; below it a node is noise
 
 
 @njit(cache=True, nogil=True)
-def _push(heap_probs, heap_nodes, heap_tokens, heap_sources, size, prob, node, token, source):
+def _push(
+    heap_probs, heap_nodes, heap_tokens, heap_sources, size, prob, node, token, source
+):
     i = size
     while i > 0 and heap_probs[(i - 1) // 2] < prob:
         above = (i - 1) // 2
@@ -131,7 +133,9 @@ def build(
                 heap_tokens[0] = cand_tokens[best]
                 heap_sources[0] = cand_sources[best]
                 heap_size = 1
-        if heap_size == 0 or _cannot_pay(prices, num_nodes, value, heap_probs[0], best_value):
+        if heap_size == 0 or _cannot_pay(
+            prices, num_nodes, value, heap_probs[0], best_value
+        ):
             break
         parent = heap_nodes[0]
         node = num_nodes
@@ -145,7 +149,12 @@ def build(
         for i in range(num_stores):
             automaton, edges, table, _ = stores[i]
             state, length = step(
-                automaton, edges, table, node_states[parent, i], node_lengths[parent, i], tokens[node]
+                automaton,
+                edges,
+                table,
+                node_states[parent, i],
+                node_lengths[parent, i],
+                tokens[node],
             )
             node_states[node, i] = state
             node_lengths[node, i] = length
@@ -166,7 +175,9 @@ def spine_first(tokens, parents, depths, probs, sources, num_nodes):
     """
     first_child = np.full(num_nodes, -1, np.int32)
     next_sibling = np.full(num_nodes, -1, np.int32)
-    for node in range(num_nodes - 1, 0, -1):  # creation order is by falling probability, so the likeliest comes last
+    for node in range(
+        num_nodes - 1, 0, -1
+    ):  # creation order is by falling probability, so the likeliest comes last
         next_sibling[node] = first_child[parents[node]]
         first_child[parents[node]] = node
     order = np.empty(num_nodes, np.int32)

@@ -1,7 +1,7 @@
 """Tree attention for any Hugging Face model: its own mask functions, asked about logical positions.
 
 Every mask of a transformers model is built from a function of (batch, head, query index, key index): causal, sliding,
-chunked. A draft tree is appended to the cache behind `length` committed tokens, so slot `length + i` holds node i, whose
+chunked. A draft tree is appended to the cache behind `length` committed tokens: slot `length + i` holds node i, whose
 position is `length + depth[i]`. `tree_mask_function` asks the model's own function about those positions and allows,
 within the tree, ancestors alone. One code path serves every attention pattern, and rows may have different trees.
 """
@@ -33,18 +33,26 @@ class TreeLayout:
         return self.lengths[:, None] + self.depths
 
 
-def tree_mask_function(layout: TreeLayout, mask_function: MaskFunction, query_offset: int) -> MaskFunction:
+def tree_mask_function(
+    layout: TreeLayout, mask_function: MaskFunction, query_offset: int
+) -> MaskFunction:
     """The model's `mask_function` over a cache that ends in a tree; queries are numbered from `query_offset` on."""
 
-    def inner(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def inner(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         node = query - query_offset
         length = layout.lengths[batch]
         key_node = key - length
         in_tree = key_node >= 0
         column = key_node.clamp(0, layout.num_nodes - 1)
         key_position = torch.where(in_tree, length + layout.depths[batch, column], key)
-        allowed = mask_function(batch, head, length + layout.depths[batch, node], key_position)
-        visible = ~in_tree | ((key_node < layout.num_nodes) & layout.ancestors[batch, node, column])
+        allowed = mask_function(
+            batch, head, length + layout.depths[batch, node], key_position
+        )
+        visible = ~in_tree | (
+            (key_node < layout.num_nodes) & layout.ancestors[batch, node, column]
+        )
         return allowed & visible
 
     return inner
@@ -57,7 +65,10 @@ class PrefixMask:
     """
 
     def __init__(self, visible: torch.Tensor, hidden: torch.Tensor) -> None:
-        self._visible, self._hidden = visible, hidden  # scalars: True / False, or 0 / lowest float
+        self._visible, self._hidden = (
+            visible,
+            hidden,
+        )  # scalars: True / False, or 0 / lowest float
         self._buffer = visible.new_empty((0, 0))
 
     def cut(self, ancestors: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Training-free tree drafting for Hugging Face causal language models: the same output in fewer forwards.
 
-    from retrodraft import RetroDraft
-    rd = RetroDraft(model, tokenizer)
-    rd.generate(**inputs, max_new_tokens=256)
+from retrodraft import RetroDraft
+rd = RetroDraft(model, tokenizer)
+rd.generate(**inputs, max_new_tokens=256)
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))
 
-_HOMES = {"RetroDraft": "decoder", "DecodingStats": "stats", "UnsupportedModelError": "errors"}
+_HOMES = {
+    "RetroDraft": "decoder",
+    "DecodingStats": "stats",
+    "UnsupportedModelError": "errors",
+}
 
 
 def __getattr__(name: str) -> Any:

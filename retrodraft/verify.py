@@ -4,9 +4,9 @@ Terms. The *root* is the last committed token. At each *visited* node one decisi
 distribution: the most probable token, or one draw. Where a child carries that token the walk descends and the child is
 *accepted*; else the walk ends, and the token is the *bonus* token, the root of the next tree.
 
-Retrieved drafts are one-hot proposals chosen before the draw, so one draw a node is exact, and optimal for the tree: the
-emitted tokens follow the target's distribution whatever the tree holds, and with one row they use up the random stream as
-plain sampling does. Processors and criteria see every emitted token once, in order, with its own prefix.
+Retrieved drafts are one-hot proposals chosen before the draw, so one draw a node is exact, and optimal for the tree:
+the emitted tokens follow the target's distribution whatever the tree holds, and with one row they use up the random
+stream as plain sampling does. Processors and criteria see every emitted token once, in order, with its own prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 
 from retrodraft.tree import DraftTree
 
@@ -27,7 +31,9 @@ class Acceptance:
     """Outcome of a walk; `path` and `token_ids` have one length."""
 
     path: list[int] = field(default_factory=list)  # visited nodes, root first
-    token_ids: list[int] = field(default_factory=list)  # token emitted at each of them; the last is the bonus token
+    token_ids: list[int] = field(
+        default_factory=list
+    )  # token emitted at each of them; the last is the bonus token
     finished: bool = False  # whether a stopping criterion held after the last token
 
 
@@ -58,7 +64,9 @@ class Chooser:
                 self._eos.update(criterion.eos_token_id.flatten().tolist())
             elif isinstance(criterion, MaxLengthCriteria):
                 self._max_length = criterion.max_length
-        self._plain_criteria = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
+        self._plain_criteria = all(
+            type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria
+        )
         self.plain = not do_sample and not len(logits_processor) and not keep_scores
 
     @property
@@ -72,7 +80,11 @@ class Chooser:
         outcome = Acceptance()
         node = 0
         while node >= 0:
-            token = best[node] if best is not None else self._choose(logits[node : node + 1])
+            token = (
+                best[node]
+                if best is not None
+                else self._choose(logits[node : node + 1])
+            )
             outcome.path.append(node)
             outcome.token_ids.append(token)
             self._append(token)
@@ -84,7 +96,9 @@ class Chooser:
         return outcome
 
     def _choose(self, logits: torch.Tensor) -> int:
-        scores = self._processor(self.ids, logits.to(copy=True, dtype=torch.float32, device=self._ids.device))
+        scores = self._processor(
+            self.ids, logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
+        )
         if self.scores is not None:
             self.scores.append(scores)
         if self._do_sample:
@@ -99,6 +113,8 @@ class Chooser:
 
     def _stops(self, token: int) -> bool:
         if self._plain_criteria:
-            return token in self._eos or (self._max_length is not None and self.length >= self._max_length)
+            return token in self._eos or (
+                self._max_length is not None and self.length >= self._max_length
+            )
         scores: Any = tuple(self.scores) if self.scores is not None else None
         return bool(self._criteria(self.ids, scores).all())

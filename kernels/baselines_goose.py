@@ -1,7 +1,9 @@
 """GOOSE's hot loops (2604.02047): n-gram table, chain, adjacency rows of two tiers, and the spine tree.
 
+Flat arrays, grown by the owner (`retrodraft.baselines_goose`):
+
     text   int32 [capacity]   the sequence; its first `length` tokens are valid
-    table  int32 [2**k, 3]    n-grams by open addressing: FOLLOW index of the token after the oldest occurrence (0 = free),
+    table  int32 [2**k, 3]    n-grams by open addressing: FOLLOW index after the oldest occurrence (0 = free),
                               SIZE n, SEEN one of ONCE, AGREED, SPLIT
     rows   token_ids int32 [vocab_size, width], token_scores float32 [vocab_size, width], pair_keys int64 [num_slots],
            pair_stamps int32 [num_slots], pair_ids int32 [num_slots, width], pair_scores float32 [num_slots, width]
@@ -82,7 +84,9 @@ def match_confidence(chain_length, consensus, long_match):
 
 
 @njit(cache=True, nogil=True)
-def context_chain(text, length, table, max_chain, max_grown, long_match, grow_above, chain):
+def context_chain(
+    text, length, table, max_chain, max_grown, long_match, grow_above, chain
+):
     """Continuation of the oldest occurrence of the longest known n-gram. Returns (tokens in `chain`, confidence).
 
     A match trusted more than `grow_above` grows by further lookups at the chain's own end, up to `max_grown` times the
@@ -156,7 +160,9 @@ def successors(rows, previous, token, out_ids, out_scores):
         found = pair_ids[slot, rank] if slot >= 0 else token_ids[token, rank]
         if 0 <= found < vocab_size:
             out_ids[count] = found
-            out_scores[count] = pair_scores[slot, rank] if slot >= 0 else token_scores[token, rank]
+            out_scores[count] = (
+                pair_scores[slot, rank] if slot >= 0 else token_scores[token, rank]
+            )
             count += 1
     return count
 
@@ -195,7 +201,18 @@ def spine_tree(
     sources[0] = 0
     count = 1
     for i in range(spine_length):
-        count = _add(tokens, parents, depths, probs, sources, count, chain[i], i, 1.0, FROM_CONTEXT)
+        count = _add(
+            tokens,
+            parents,
+            depths,
+            probs,
+            sources,
+            count,
+            chain[i],
+            i,
+            1.0,
+            FROM_CONTEXT,
+        )
 
     branch_budget = budget - 1 - spine_length
     on_spine = 0
@@ -214,7 +231,18 @@ def spine_tree(
         frontier[end] = count
         end += 1
         attached += 1
-        count = _add(tokens, parents, depths, probs, sources, count, ids[rank], 0, scores[rank], FROM_ADJACENCY)
+        count = _add(
+            tokens,
+            parents,
+            depths,
+            probs,
+            sources,
+            count,
+            ids[rank],
+            0,
+            scores[rank],
+            FROM_ADJACENCY,
+        )
 
     harmonic = 0.0
     for i in range(spine_length):
@@ -240,7 +268,18 @@ def spine_tree(
             frontier[end] = count
             end += 1
             attached += 1
-            count = _add(tokens, parents, depths, probs, sources, count, ids[rank], node, scores[rank], FROM_ADJACENCY)
+            count = _add(
+                tokens,
+                parents,
+                depths,
+                probs,
+                sources,
+                count,
+                ids[rank],
+                node,
+                scores[rank],
+                FROM_ADJACENCY,
+            )
 
     begin = 0
     while begin < end and count < budget:
@@ -259,5 +298,16 @@ def spine_tree(
             frontier[end] = count
             end += 1
             prob = probs[node] * scores[rank]
-            count = _add(tokens, parents, depths, probs, sources, count, ids[rank], node, prob, FROM_ADJACENCY)
+            count = _add(
+                tokens,
+                parents,
+                depths,
+                probs,
+                sources,
+                count,
+                ids[rank],
+                node,
+                prob,
+                FROM_ADJACENCY,
+            )
     return count

@@ -1,0 +1,265 @@
+"""The command line. Commands import what they need, so that `retrodraft --help` stays quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# Two OpenMP threads that spin on two cores stall each other as soon as anything else runs; read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+STRATEGY_NAMES = "retro, goose, token_recycling, suffix or prompt_lookup"
+app = typer.Typer(
+    help="Hugging Face causal language models generate faster, with the same output, without training.",
+    epilog="Exit codes: 0 done, 1 interrupted or outputs differ, 2 bad input (one line on standard error says what).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
+Device = Annotated[
+    str, typer.Option(help="As torch names it, for instance cpu or cuda:0.")
+]
+Threads = Annotated[
+    int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")
+]
+Attn = Annotated[
+    str | None,
+    typer.Option(
+        help="Attention implementation: sdpa, eager, ...; default the model's."
+    ),
+]
+Budget = Annotated[
+    str,
+    typer.Option(
+        help="Draft nodes of a forward: a number, or auto (priced by the cost curve)."
+    ),
+]
+Strategy = Annotated[str, typer.Option(help=f"{STRATEGY_NAMES}.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(help="The user's message; - reads standard input.")
+    ],
+    model: Model = "embedded",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    attn: Attn = None,
+    strategy: Strategy = "retro",
+    budget: Budget = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 is greedy; above it samples.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    raw: Annotated[
+        bool, typer.Option(help="Feed the prompt as it is, without the chat template.")
+    ] = False,
+) -> None:
+    """Stream the model's answer, then say on standard error what drafting saved.
+
+    Example: retrodraft generate "Name three rivers, with a sentence on each." --max-new-tokens 100
+    """
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if not text.strip():
+        raise ValueError("the prompt is empty")
+    import torch
+    from transformers import TextStreamer
+
+    from retrodraft.workloads import render_prompt
+
+    rd, tokenizer = _wrapped(model, dtype, device, threads, attn, strategy, budget)
+    ids = (
+        tokenizer(text).input_ids
+        if raw
+        else render_prompt(tokenizer, [{"role": "user", "content": text}])
+    )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature}
+    torch.manual_seed(seed)
+    rd.generate(
+        torch.tensor([ids], device=rd.model.device), max_new_tokens=max_new_tokens,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), **sampling,
+    )  # fmt: skip
+    typer.echo(str(rd.stats), err=True)
+
+
+@app.command()
+def demo(
+    model: Model = "embedded",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 160,
+) -> None:
+    """Answer a built-in prompt with plain generate and with retrodraft; show that the texts are equal, and the saving.
+
+    Exit code 1 if the texts differ.
+    """
+    from retrodraft.demo import run_demo
+
+    rd, tokenizer = _wrapped(model, dtype, device, threads, None, "retro", "auto")
+    raise typer.Exit(0 if run_demo(rd, tokenizer, max_new_tokens) else 1)
+
+
+@app.command()
+def bench(
+    workload: Annotated[
+        Path,
+        typer.Option(help="jsonl of {id, category, messages}, or Spec-Bench's format."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", help="Folder for results.json, results.md, results.png."
+        ),
+    ],
+    systems: Annotated[
+        str,
+        typer.Option(
+            help=f"Of plain, hf-prompt-lookup, {STRATEGY_NAMES}; comma between."
+        ),
+    ] = ("plain,hf-prompt-lookup,prompt_lookup,token_recycling,suffix,goose,retro"),
+    model: Model = "embedded",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    attn: Attn = None,
+    budget: Budget = "auto",
+    limit: Annotated[
+        int,
+        typer.Option(min=0, help="Prompts, evenly spread over the file; 0 takes all."),
+    ] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Longer prompts are left out, and counted.")
+    ] = 4096,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, help="0 is greedy; above it samples, one seed for all."),
+    ] = 0.0,
+    seed: int = 0,
+    warm: Annotated[
+        bool,
+        typer.Option(
+            "--warm/--cold", help="Keep what was learned from prompt to prompt."
+        ),
+    ] = False,
+    reproducible: Annotated[
+        bool, typer.Option(help="Verify with one constant shape (see RetroDraft).")
+    ] = False,
+) -> None:
+    """Run systems side by side, interleaved prompt by prompt, and check every output against plain generate's.
+
+    A run that was killed goes on where it stopped when started again with the same arguments.
+
+    Example: retrodraft bench --workload spec_bench.jsonl --systems plain,hf-prompt-lookup,retro --limit 20 -o results
+    """
+    from retrodraft.bench import BenchSettings, run_bench
+
+    settings = BenchSettings(
+        workload=str(workload), systems=[name.strip() for name in systems.split(",") if name.strip()], model=model,
+        dtype=dtype, device=device, threads=threads, attn=attn, budget=budget, limit=limit,
+        max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens, temperature=temperature, seed=seed,
+        warm=warm, reproducible=reproducible,
+    )  # fmt: skip
+    run_bench(settings, output)
+
+
+@app.command()
+def profile(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="PNG of the curve.")
+    ] = Path("cost_curve.png"),
+    model: Model = "embedded",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    attn: Attn = None,
+) -> None:
+    """Measure what a verify forward costs by its number of tokens; keep it for budget=auto; show it.
+
+    Example: retrodraft profile --dtype bfloat16
+    """
+    from retrodraft.budget import measure_cost_curve, store_cost_curve
+    from retrodraft.plots import plot_cost_curve
+    from retrodraft.reports import print_cost_curve
+
+    loaded, _ = _load(model, dtype, device, threads, attn)
+    curve = measure_cost_curve(loaded)
+    store_cost_curve(loaded, curve)
+    print_cost_curve(curve)
+    plot_cost_curve(curve, output)
+    typer.echo(f"wrote {output}")
+
+
+def _load(
+    model: str, dtype: str, device: str, threads: int, attn: str | None
+) -> tuple[Any, Any]:
+    import torch
+    import transformers
+
+    from retrodraft.models import load_model
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+    return load_model(model, dtype=dtype, device=device, attn=attn)
+
+
+def _wrapped(
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int,
+    attn: str | None,
+    strategy: str,
+    budget: str,
+) -> tuple[Any, Any]:
+    from retrodraft.strategy import STRATEGIES
+
+    number = parse_budget(budget)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be {STRATEGY_NAMES}; got {strategy!r}")
+    loaded, tokenizer = _load(model, dtype, device, threads, attn)
+    from retrodraft.decoder import RetroDraft
+
+    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number), tokenizer
+
+
+def parse_budget(text: str) -> int | str:
+    """`auto` or a number of nodes; raises ValueError."""
+    if text == "auto":
+        return text
+    if not text.isdecimal() or not 0 <= int(text) <= 1024:
+        raise ValueError(
+            f"budget must be auto or a whole number from 0 to 1024; got {text!r}"
+        )
+    return int(text)
+
+
+def main() -> None:
+    """Run the command line; bad input is one line on standard error and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        typer.echo(
+            f"retrodraft: {str(error).splitlines()[0] if str(error) else error!r}",
+            err=True,
+        )
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("retrodraft: interrupted", err=True)
+        sys.exit(1)

@@ -1,0 +1,103 @@
+"""Tables for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = (
+    "system",
+    "tokens/s",
+    "speedup",
+    "tokens/forward",
+    "nodes/forward",
+    "draft µs p50",
+    "p99",
+    "equal",
+)
+
+
+def print_cost_curve(curve: Any) -> None:
+    """Milliseconds by tokens in the forward and context length, with the ratio to one token."""
+    table = Table(
+        "tokens", *(f"{length} context: ms (ratio)" for length in curve.context_lengths)
+    )
+    for index, size in enumerate(curve.tree_sizes):
+        cells = [
+            f"{1e3 * row[index]:.1f} ({row[index] / row[0]:.2f})"
+            for row in curve.seconds
+        ]
+        table.add_row(str(size), *cells)
+    Console().print(table)
+
+
+def result_rows(
+    results: dict[str, Any], category: str | None = None
+) -> list[list[str]]:
+    """A row of texts for each system, in the order of COLUMNS; None is overall."""
+    rows = []
+    for name, record in results["systems"].items():
+        cell = (
+            record["overall"]
+            if category is None
+            else record["categories"].get(category)
+        )
+        if cell is None:
+            continue
+        speedup = cell["speedup_over_plain"]
+        rows.append(
+            [
+                name, f"{cell['tokens_per_second']:.1f}",
+                f"{speedup['median']:.2f} ({speedup['low']:.2f}-{speedup['high']:.2f})",
+                f"{cell['tokens_per_forward']:.2f}", f"{cell['nodes_per_forward']:.1f}", f"{cell['draft_us_p50']:.0f}",
+                f"{cell['draft_us_p99']:.0f}", f"{cell['equal_outputs']:.0%}",
+            ]
+        )  # fmt: skip
+    return rows
+
+
+def print_results(results: dict[str, Any]) -> None:
+    """A table for the whole workload, then one for each category."""
+    console = Console()
+    for category in (None, *results["categories"]):
+        table = Table(*COLUMNS, title=category or "all categories")
+        for row in result_rows(results, category):
+            table.add_row(*row)
+        console.print(table)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The results as a Markdown document."""
+    machine = results["machine"]
+    lines = [
+        f"# {results['settings']['workload']}: {results['num_prompts']} prompts", "",
+        f"Model {results['settings']['model']}, {results['settings']['dtype']}, {machine['threads']} threads on "
+        f"{machine['processor']}; torch {machine['torch']}, transformers {machine['transformers']}. "
+        "Speedup: median of the per-prompt ratios to plain generate in the same run, with a 95 % bootstrap interval.",
+    ]  # fmt: skip
+    for category in (None, *results["categories"]):
+        lines += [
+            "",
+            f"## {category or 'All categories'}",
+            "",
+            "| " + " | ".join(COLUMNS) + " |",
+        ]
+        lines.append("|" + "---|" * len(COLUMNS))
+        lines += [
+            "| " + " | ".join(row) + " |" for row in result_rows(results, category)
+        ]
+    if results["first_differences"]:
+        lines += [
+            "",
+            "## First differences from plain (low precision)",
+            "",
+            "| prompt | system | token | top-2 margin |",
+        ]
+        lines.append("|---|---|---|---|")
+        lines += [
+            f"| {item['id']} | {item['system']} | {item['position']} | {item['margin']:.4f} |"
+            for item in results["first_differences"]
+        ]
+    return "\n".join(lines) + "\n"
