@@ -8,11 +8,7 @@ rd = RetroDraft(model, tokenizer)
 
 tokenizer.padding_side = "left"
 inputs = tokenizer(
-    [
-        "one two three one two three one two",
-        "The capital of France is",
-        "def add(a, b):\n    return",
-    ],
+    ["one two three one two three one two", "The capital of France is", "def add(a, b):\n    return"],
     return_tensors="pt",
     padding=True,
 )

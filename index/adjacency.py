@@ -52,11 +52,7 @@ class AdjacencyRows:
             index = kernel.find_pair(self.pair_keys, previous, token)
         if index < 0:
             return []
-        return [
-            (int(t), float(p) / kernel.ONE)
-            for t, p in zip(ids[index], probs[index], strict=True)
-            if t >= 0
-        ]
+        return [(int(t), float(p) / kernel.ONE) for t, p in zip(ids[index], probs[index], strict=True) if t >= 0]
 
     @property
     def nbytes(self) -> int:

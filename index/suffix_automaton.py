@@ -46,15 +46,7 @@ class SuffixAutomaton:
         done = 0
         while True:
             before = done
-            done = kernel.append_many(
-                self.states,
-                self.edges,
-                self.table,
-                self.meta,
-                tokens,
-                before,
-                len(self),
-            )
+            done = kernel.append_many(self.states, self.edges, self.table, self.meta, tokens, before, len(self))
             if done == len(tokens):
                 return
             self.reserve(int(tokens[done]))
@@ -66,37 +58,22 @@ class SuffixAutomaton:
 
     def continuations(self, state: int | None = None) -> list[tuple[int, int, int]]:
         """`(token, count, latest position)` for each token seen after `state` (default: the current match)."""
-        edge = int(
-            self.states[self.match()[0] if state is None else state, kernel.HEAD]
-        )
+        edge = int(self.states[self.match()[0] if state is None else state, kernel.HEAD])
         found = []
         while edge >= 0:
             token, target, following, _ = self.edges[edge].tolist()
-            found.append(
-                (
-                    token,
-                    int(self.states[target, kernel.COUNT]),
-                    int(self.states[target, kernel.LATEST]),
-                )
-            )
+            found.append((token, int(self.states[target, kernel.COUNT]), int(self.states[target, kernel.LATEST])))
             edge = following
         return found
 
     @property
     def nbytes(self) -> int:
         """Bytes held by the arrays."""
-        return (
-            self.states.nbytes
-            + self.edges.nbytes
-            + self.table.nbytes
-            + self.meta.nbytes
-        )
+        return self.states.nbytes + self.edges.nbytes + self.table.nbytes + self.meta.nbytes
 
     def reserve(self, token: int) -> None:
         """Make room for appending `token`."""
-        degree = kernel.clone_degree(
-            self.states, self.edges, self.table, self.meta, token
-        )
+        degree = kernel.clone_degree(self.states, self.edges, self.table, self.meta, token)
         if self.meta[kernel.NUM_STATES] + 2 > len(self.states):
             self.states = _resized(self.states, int(len(self.states) * GROWTH) + 2)
         if self.meta[kernel.NUM_EDGES] + degree > len(self.edges):

@@ -14,24 +14,23 @@ and the outcome depends only on the order of the updates.
 """
 
 import numpy as np
-from numba import njit
+
+from retrodraft.kernels.jit import njit
 
 WIDTH = 8
 WAYS = 8
 ONE = 65535.0  # fixed-point 1.0
 
 
-@njit(cache=True, nogil=True)
+@njit
 def pair_bucket(first, second, num_slots):
     """First slot of the bucket of a pair."""
-    mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
-        second
-    ) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(second) * np.uint64(0xC2B2AE3D27D4EB4F)
     mixed ^= mixed >> np.uint64(31)
     return np.int64(mixed % np.uint64(num_slots // WAYS)) * WAYS
 
 
-@njit(cache=True, nogil=True)
+@njit
 def find_pair(pair_keys, first, second):
     """Slot of the row of a pair, or -1."""
     key = (np.int64(first) << 32 | np.int64(second)) + 1
@@ -42,7 +41,7 @@ def find_pair(pair_keys, first, second):
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def claim_pair(pair_keys, pair_stamps, pair_ids, first, second, now):
     """Slot of the row of a pair, made empty from the bucket's oldest one where the pair has none yet."""
     slot = find_pair(pair_keys, first, second)
@@ -61,7 +60,7 @@ def claim_pair(pair_keys, pair_stamps, pair_ids, first, second, now):
     return slot
 
 
-@njit(cache=True, nogil=True)
+@njit
 def blend(row_ids, row_probs, top_ids, top_probs, rate):
     """Move a row towards new top-k probabilities: (1 - rate) * old + rate * new over the union; the best WIDTH stay."""
     ids = np.empty(2 * WIDTH, np.int32)

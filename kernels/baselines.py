@@ -4,23 +4,14 @@ Trees are written to caller's arrays in the order of creation; node 0 is the roo
 """
 
 import numpy as np
-from numba import njit
 
-from retrodraft.kernels.suffix_automaton import (
-    COUNT,
-    HEAD,
-    LENGTH,
-    LINK,
-    NEXT,
-    TARGET,
-    TOKEN,
-    step,
-)
+from retrodraft.kernels.jit import njit
+from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN, step
 
 MAX_FRONTIER = 64  # open nodes of one suffix draft; probabilities of at least 0.1 that sum to 1 need ten
 
 
-@njit(cache=True, nogil=True)
+@njit
 def first_window(text, length, max_ngram):
     """Index after the first earlier window that equals the text's last n tokens, n as large as possible; -1 = none.
 
@@ -30,11 +21,7 @@ def first_window(text, length, max_ngram):
     found = -1
     for end in range(1, length):
         size = 0
-        while (
-            size < max_ngram
-            and size < end
-            and text[end - 1 - size] == text[length - 1 - size]
-        ):
+        while size < max_ngram and size < end and text[end - 1 - size] == text[length - 1 - size]:
             size += 1
         if size > best:
             best = size
@@ -44,10 +31,8 @@ def first_window(text, length, max_ngram):
     return found
 
 
-@njit(cache=True, nogil=True)
-def fill_template(
-    matrix, root, template_parents, ranks, max_depth, tokens, parents, depths, origins
-):
+@njit
+def fill_template(matrix, root, template_parents, ranks, max_depth, tokens, parents, depths, origins):
     """Fill a static tree from an adjacency matrix; returns the number of nodes, the root included.
 
     Template node i (0 = root) takes entry `ranks[i]` of the row of node `template_parents[i]`, which comes earlier.
@@ -66,9 +51,7 @@ def fill_template(
         parent = placed[template_parents[i]]
         if parent < 0 or depths[parent] >= max_depth:
             continue
-        token = (
-            matrix[tokens[parent], ranks[i]] if 0 <= tokens[parent] < vocab_size else -1
-        )
+        token = matrix[tokens[parent], ranks[i]] if 0 <= tokens[parent] < vocab_size else -1
         if token < 0 or token >= vocab_size:
             continue
         placed[i] = count
@@ -80,7 +63,7 @@ def fill_template(
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def overwrite_rows(matrix, order, tokens, top_ids):
     """`matrix[tokens[i]] = top_ids[i]` for i in `order`, so the last writer wins; positions not looked at are left."""
     width = min(matrix.shape[1], top_ids.shape[1])
@@ -91,7 +74,7 @@ def overwrite_rows(matrix, order, tokens, top_ids):
             matrix[token, :width] = top_ids[i, :width]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def longest_match(states, edges, table, text, length, limit):
     """State and length of the longest suffix of `text[:length]`, of at most `limit` tokens, that an automaton holds."""
     state, matched = 0, 0
@@ -100,21 +83,8 @@ def longest_match(states, edges, table, text, length, limit):
     return state, matched
 
 
-@njit(cache=True, nogil=True)
-def speculate(
-    states,
-    edges,
-    state,
-    max_nodes,
-    max_depth,
-    min_prob,
-    vocab_size,
-    single,
-    tokens,
-    parents,
-    depths,
-    probs,
-):
+@njit
+def speculate(states, edges, state, max_nodes, max_depth, min_prob, vocab_size, single, tokens, parents, depths, probs):
     """SuffixDecoding's draft below one state: best-first by cumulative share of counts. Returns (nodes, score).
 
     A continuation's share is its count over the state's, which includes occurrences with nothing after them. Of equal
@@ -137,14 +107,8 @@ def speculate(
         while edge >= 0:
             target = edges[edge, TARGET]
             # The automaton counts at most 64 nested suffixes an append, so where one token repeats a share may pass 1.
-            prob = node_prob * min(
-                1.0, states[target, COUNT] / max(states[state, COUNT], 1)
-            )
-            if (
-                prob >= min_prob
-                and 0 <= edges[edge, TOKEN] < vocab_size
-                and size < MAX_FRONTIER
-            ):
+            prob = node_prob * min(1.0, states[target, COUNT] / max(states[state, COUNT], 1))
+            if prob >= min_prob and 0 <= edges[edge, TOKEN] < vocab_size and size < MAX_FRONTIER:
                 pool_states[size] = target
                 pool_parents[size] = node
                 pool_tokens[size] = edges[edge, TOKEN]
@@ -175,7 +139,7 @@ def speculate(
     return count, score
 
 
-@njit(cache=True, nogil=True)
+@njit
 def best_suffix_draft(
     states, edges, state, length, max_nodes, max_depth, total_depth, factor, min_prob, vocab_size, single, to_beat,
     tokens, parents, depths, probs,

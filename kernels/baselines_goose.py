@@ -12,9 +12,9 @@ Flat arrays, grown by the owner (`retrodraft.baselines_goose`):
 import math
 
 import numpy as np
-from numba import njit
 
 from retrodraft.kernels.adjacency import claim_pair, find_pair
+from retrodraft.kernels.jit import njit
 
 FOLLOW, SIZE, SEEN = 0, 1, 2
 ONCE, AGREED, SPLIT = 0, 1, 2
@@ -22,7 +22,7 @@ MIN_NGRAM, MAX_NGRAM = 3, 5
 FROM_CONTEXT, FROM_ADJACENCY = 1, 2
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _ngram_slot(text, end, size, table, query, query_end):
     """Slot of the n-gram `query[query_end - size : query_end]`, or the free slot where it belongs."""
     mixed = np.uint64(size)
@@ -45,7 +45,7 @@ def _ngram_slot(text, end, size, table, query, query_end):
     return slot
 
 
-@njit(cache=True, nogil=True)
+@njit
 def index_text(text, start, length, table):
     """Enter the n-grams that `text[start:length]` follow; an n-gram counts once a token follows it. O(1) a token."""
     for follow in range(start, length):
@@ -61,7 +61,7 @@ def index_text(text, start, length, table):
                 table[slot, SEEN] = AGREED
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _lookup(text, length, table, query, query_end):
     """Slot of the longest known n-gram that ends the query, or -1."""
     for size in range(min(MAX_NGRAM, query_end), MIN_NGRAM - 1, -1):
@@ -71,7 +71,7 @@ def _lookup(text, length, table, query, query_end):
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def match_confidence(chain_length, consensus, long_match):
     """How far to trust a context match: consensus is certainty, else longer is better."""
     if chain_length == 0:
@@ -83,10 +83,8 @@ def match_confidence(chain_length, consensus, long_match):
     return 0.6 * chain_length / long_match
 
 
-@njit(cache=True, nogil=True)
-def context_chain(
-    text, length, table, max_chain, max_grown, long_match, grow_above, chain
-):
+@njit
+def context_chain(text, length, table, max_chain, max_grown, long_match, grow_above, chain):
     """Continuation of the oldest occurrence of the longest known n-gram. Returns (tokens in `chain`, confidence).
 
     A match trusted more than `grow_above` grows by further lookups at the chain's own end, up to `max_grown` times the
@@ -121,7 +119,7 @@ def context_chain(
     return size, confidence
 
 
-@njit(cache=True, nogil=True)
+@njit
 def harvest(rows, order, before, tokens, top_ids, top_probs, now):
     """Overwrite the rows of `tokens[i]` and, where `before[i] >= 0`, of the pair, for i in `order`; the last one wins.
 
@@ -147,7 +145,7 @@ def harvest(rows, order, before, tokens, top_ids, top_probs, now):
             pair_scores[slot] = token_scores[token]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def successors(rows, previous, token, out_ids, out_scores):
     """Entries of the pair's row, else of the token's; returns how many."""
     token_ids, token_scores, pair_keys, _, pair_ids, pair_scores = rows
@@ -160,14 +158,12 @@ def successors(rows, previous, token, out_ids, out_scores):
         found = pair_ids[slot, rank] if slot >= 0 else token_ids[token, rank]
         if 0 <= found < vocab_size:
             out_ids[count] = found
-            out_scores[count] = (
-                pair_scores[slot, rank] if slot >= 0 else token_scores[token, rank]
-            )
+            out_scores[count] = pair_scores[slot, rank] if slot >= 0 else token_scores[token, rank]
             count += 1
     return count
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _add(tokens, parents, depths, probs, sources, count, token, parent, prob, source):
     tokens[count] = token
     parents[count] = parent
@@ -177,7 +173,7 @@ def _add(tokens, parents, depths, probs, sources, count, token, parent, prob, so
     return count + 1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def spine_tree(
     rows, previous, root, chain, chain_length, spine_length, budget, max_depth, branch_depth, spine_share, min_score,
     tokens, parents, depths, probs, sources,
@@ -201,18 +197,7 @@ def spine_tree(
     sources[0] = 0
     count = 1
     for i in range(spine_length):
-        count = _add(
-            tokens,
-            parents,
-            depths,
-            probs,
-            sources,
-            count,
-            chain[i],
-            i,
-            1.0,
-            FROM_CONTEXT,
-        )
+        count = _add(tokens, parents, depths, probs, sources, count, chain[i], i, 1.0, FROM_CONTEXT)
 
     branch_budget = budget - 1 - spine_length
     on_spine = 0
@@ -231,18 +216,7 @@ def spine_tree(
         frontier[end] = count
         end += 1
         attached += 1
-        count = _add(
-            tokens,
-            parents,
-            depths,
-            probs,
-            sources,
-            count,
-            ids[rank],
-            0,
-            scores[rank],
-            FROM_ADJACENCY,
-        )
+        count = _add(tokens, parents, depths, probs, sources, count, ids[rank], 0, scores[rank], FROM_ADJACENCY)
 
     harmonic = 0.0
     for i in range(spine_length):
@@ -268,18 +242,7 @@ def spine_tree(
             frontier[end] = count
             end += 1
             attached += 1
-            count = _add(
-                tokens,
-                parents,
-                depths,
-                probs,
-                sources,
-                count,
-                ids[rank],
-                node,
-                scores[rank],
-                FROM_ADJACENCY,
-            )
+            count = _add(tokens, parents, depths, probs, sources, count, ids[rank], node, scores[rank], FROM_ADJACENCY)
 
     begin = 0
     while begin < end and count < budget:
@@ -298,16 +261,5 @@ def spine_tree(
             frontier[end] = count
             end += 1
             prob = probs[node] * scores[rank]
-            count = _add(
-                tokens,
-                parents,
-                depths,
-                probs,
-                sources,
-                count,
-                ids[rank],
-                node,
-                prob,
-                FROM_ADJACENCY,
-            )
+            count = _add(tokens, parents, depths, probs, sources, count, ids[rank], node, prob, FROM_ADJACENCY)
     return count

@@ -16,18 +16,10 @@ weight. Cells are laid out as [match, pair, token]:
 """
 
 import numpy as np
-from numba import njit
 
 from retrodraft.kernels.adjacency import ONE, WIDTH, find_pair
-from retrodraft.kernels.suffix_automaton import (
-    COUNT,
-    HEAD,
-    LENGTH,
-    LINK,
-    NEXT,
-    TARGET,
-    TOKEN,
-)
+from retrodraft.kernels.jit import njit
+from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN
 
 NUM_SCOPES = 4
 NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * 72, 24, 6
@@ -39,7 +31,7 @@ MAX_EDGES = 8  # continuations of one suffix that are looked at, newest first
 FROM_CONTEXT, FROM_ADJACENCY = 1, 2  # who proposed a candidate, as bits
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _length_bucket(length):
     if length <= 2:
         return length - 1
@@ -50,7 +42,7 @@ def _length_bucket(length):
     return 4 if length <= 16 else 5
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _share_bucket(count, total, num_followers):
     if num_followers == 1:
         return min(total, 3) - 1
@@ -60,7 +52,7 @@ def _share_bucket(count, total, num_followers):
     return 4 if share > 0.3 else 5
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _pair_bucket(prob):
     if prob > 0.3:
         return 1 if prob > 0.9 else 2 if prob > 0.6 else 3
@@ -69,14 +61,14 @@ def _pair_bucket(prob):
     return 6 if prob > 0.005 else 7
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _token_bucket(prob):
     if prob > 0.15:
         return 2 if prob > 0.5 else 3
     return 4 if prob > 0.03 else 5
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _position(tokens, size, token):
     for i in range(size):
         if tokens[i] == token:
@@ -84,7 +76,7 @@ def _position(tokens, size, token):
     return -1
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _place(tokens, size, token):
     """Index of `token` among the candidates, which it may join; -1 where they are full."""
     found = _position(tokens, size, token)
@@ -94,19 +86,8 @@ def _place(tokens, size, token):
     return found
 
 
-@njit(cache=True, nogil=True)
-def gather(
-    stores,
-    scopes,
-    rows,
-    states,
-    lengths,
-    previous,
-    token,
-    out_tokens,
-    out_cells,
-    out_sources,
-):
+@njit
+def gather(stores, scopes, rows, states, lengths, previous, token, out_tokens, out_cells, out_sources):
     """Candidates to follow a node; returns how many.
 
     `stores[i]` is the (states, edges, table, meta) of the automaton of scope `scopes[i]`, in which the text up to and
@@ -139,9 +120,7 @@ def gather(
                 if index >= 0 and (index == size or length > match_length[index]):
                     count = automaton[edges[edge, TARGET], COUNT]
                     bucket = (scopes[i] * 2 + shorter) * 6 + _length_bucket(length)
-                    match[index] = (
-                        1 + bucket * 6 + _share_bucket(count, total, num_followers)
-                    )
+                    match[index] = 1 + bucket * 6 + _share_bucket(count, total, num_followers)
                     match_length[index] = length
                     out_sources[index] = FROM_CONTEXT
                     size = max(size, index + 1)
@@ -178,7 +157,5 @@ def gather(
             out_sources[i] |= FROM_ADJACENCY
         if known and single[i] == 0:
             single[i] = 1
-        out_cells[i] = (
-            match[i] * NUM_PAIR + evidence * 8 + pair[i]
-        ) * NUM_TOKEN + single[i]
+        out_cells[i] = (match[i] * NUM_PAIR + evidence * 8 + pair[i]) * NUM_TOKEN + single[i]
     return size

@@ -1,32 +1,17 @@
 """What a step teaches: calibration counts, adjacency rows and the growing context, in the order of the text."""
 
 import numpy as np
-from numba import njit
 
 from retrodraft.kernels import suffix_automaton as sa
 from retrodraft.kernels.adjacency import blend, claim_pair
 from retrodraft.kernels.candidates import MAX_CANDIDATES, gather
+from retrodraft.kernels.jit import njit
 
 MAX_TRIALS = 2000.0  # of a cell; then both counts are halved, so that old outcomes fade
 
 
-@njit(cache=True, nogil=True)
-def observe(
-    stores,
-    scopes,
-    rows,
-    hits,
-    trials,
-    states,
-    lengths,
-    context,
-    tokens,
-    start,
-    top_ids,
-    top_probs,
-    rate,
-    now,
-):
+@njit
+def observe(stores, scopes, rows, hits, trials, states, lengths, context, tokens, start, top_ids, top_probs, rate, now):
     """Take the committed `tokens[start:]` one by one; returns the index of the first one that found no room.
 
     Before token i is appended to the request's automaton (`stores[0]`; the other stores are only followed), the
@@ -44,16 +29,7 @@ def observe(
         if sa.needs_room(automaton, edges, table, meta, added):
             return i
         found = gather(
-            stores,
-            scopes,
-            rows,
-            states,
-            lengths,
-            context[0],
-            context[1],
-            cand_tokens,
-            cand_cells,
-            cand_sources,
+            stores, scopes, rows, states, lengths, context[0], context[1], cand_tokens, cand_cells, cand_sources
         )
         for j in range(found):
             cell = cand_cells[j]
@@ -65,17 +41,13 @@ def observe(
                 hits[cell] *= 0.5
         if top_ids[i, 0] >= 0:
             learn_row(rows, context[0], context[1], top_ids[i], top_probs[i], rate, now)
-        sa.append(
-            automaton, edges, table, meta, token, automaton[meta[sa.NEWEST], sa.LENGTH]
-        )
+        sa.append(automaton, edges, table, meta, token, automaton[meta[sa.NEWEST], sa.LENGTH])
         newest_link = automaton[meta[sa.NEWEST], sa.LINK]
         states[0] = newest_link
         lengths[0] = automaton[newest_link, sa.LENGTH]
         for s in range(1, len(stores)):
             other, other_edges, other_table, _ = stores[s]
-            state, length = sa.step(
-                other, other_edges, other_table, states[s], lengths[s], token
-            )
+            state, length = sa.step(other, other_edges, other_table, states[s], lengths[s], token)
             states[s] = state
             lengths[s] = length
         context[0] = context[1]
@@ -83,7 +55,7 @@ def observe(
     return tokens.shape[0]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def learn_row(rows, previous, token, top_ids, top_probs, rate, now):
     """Blend one top-k of the target, seen after `previous`, `token`, into the rows of the token and of the pair."""
     token_ids, token_probs, pair_keys, pair_stamps, pair_ids, pair_probs = rows
@@ -95,7 +67,7 @@ def learn_row(rows, previous, token, top_ids, top_probs, rate, now):
         blend(pair_ids[slot], pair_probs[slot], top_ids, top_probs, rate)
 
 
-@njit(cache=True, nogil=True)
+@njit
 def learn_rows(rows, previous, tokens, top_ids, top_probs, rate, now):
     """`learn_row` for each of `tokens` int32 [n], with `previous` int32 [n], ids int32 and probs float32 [n, k]."""
     for i in range(tokens.shape[0]):

@@ -11,18 +11,16 @@ gains most over its price. A deep spine (GOOSE, 2604.02047) appears by itself wh
 """
 
 import numpy as np
-from numba import njit
 
 from retrodraft.kernels.candidates import MAX_CANDIDATES, gather
+from retrodraft.kernels.jit import njit
 from retrodraft.kernels.suffix_automaton import step
 
 MIN_PROB = 1e-5  # of a path; below it a node is noise
 
 
-@njit(cache=True, nogil=True)
-def _push(
-    heap_probs, heap_nodes, heap_tokens, heap_sources, size, prob, node, token, source
-):
+@njit
+def _push(heap_probs, heap_nodes, heap_tokens, heap_sources, size, prob, node, token, source):
     i = size
     while i > 0 and heap_probs[(i - 1) // 2] < prob:
         above = (i - 1) // 2
@@ -37,7 +35,7 @@ def _push(
     heap_sources[i] = source
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _drop_top(heap_probs, heap_nodes, heap_tokens, heap_sources, size):
     """Remove the top of a heap of `size` entries: its last entry sinks from the top."""
     last = size - 1
@@ -60,7 +58,7 @@ def _drop_top(heap_probs, heap_nodes, heap_tokens, heap_sources, size):
     heap_sources[i] = heap_sources[last]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def _cannot_pay(prices, num_nodes, value, prob, best):
     """Whether no larger tree can beat `best`, when each further node adds at most `prob` to `value`."""
     for size in range(num_nodes, prices.shape[0]):
@@ -69,7 +67,7 @@ def _cannot_pay(prices, num_nodes, value, prob, best):
     return True
 
 
-@njit(cache=True, nogil=True)
+@njit
 def build(
     stores, scopes, rows, hits, trials, states, lengths, previous, root, prices, max_depth, single,
     tokens, parents, depths, probs, sources,
@@ -133,9 +131,7 @@ def build(
                 heap_tokens[0] = cand_tokens[best]
                 heap_sources[0] = cand_sources[best]
                 heap_size = 1
-        if heap_size == 0 or _cannot_pay(
-            prices, num_nodes, value, heap_probs[0], best_value
-        ):
+        if heap_size == 0 or _cannot_pay(prices, num_nodes, value, heap_probs[0], best_value):
             break
         parent = heap_nodes[0]
         node = num_nodes
@@ -148,14 +144,7 @@ def build(
         heap_size -= 1
         for i in range(num_stores):
             automaton, edges, table, _ = stores[i]
-            state, length = step(
-                automaton,
-                edges,
-                table,
-                node_states[parent, i],
-                node_lengths[parent, i],
-                tokens[node],
-            )
+            state, length = step(automaton, edges, table, node_states[parent, i], node_lengths[parent, i], tokens[node])
             node_states[node, i] = state
             node_lengths[node, i] = length
         value += probs[node]
@@ -167,7 +156,7 @@ def build(
     return best_nodes
 
 
-@njit(cache=True, nogil=True)
+@njit
 def spine_first(tokens, parents, depths, probs, sources, num_nodes):
     """Renumber the first `num_nodes` nodes depth-first, likeliest child first.
 
@@ -175,9 +164,7 @@ def spine_first(tokens, parents, depths, probs, sources, num_nodes):
     """
     first_child = np.full(num_nodes, -1, np.int32)
     next_sibling = np.full(num_nodes, -1, np.int32)
-    for node in range(
-        num_nodes - 1, 0, -1
-    ):  # creation order is by falling probability, so the likeliest comes last
+    for node in range(num_nodes - 1, 0, -1):  # creation order is by falling probability, so the likeliest comes last
         next_sibling[node] = first_child[parents[node]]
         first_child[parents[node]] = node
     order = np.empty(num_nodes, np.int32)
@@ -212,7 +199,7 @@ def spine_first(tokens, parents, depths, probs, sources, num_nodes):
         sources[i] = old_sources[node]
 
 
-@njit(cache=True, nogil=True)
+@njit
 def ancestor_mask(parents, num_nodes, out):
     """`out[i, j]` (bool, at least [num_nodes, num_nodes]) is whether node j is i or an ancestor of i."""
     out[:num_nodes, :num_nodes] = False

@@ -33,26 +33,18 @@ class TreeLayout:
         return self.lengths[:, None] + self.depths
 
 
-def tree_mask_function(
-    layout: TreeLayout, mask_function: MaskFunction, query_offset: int
-) -> MaskFunction:
+def tree_mask_function(layout: TreeLayout, mask_function: MaskFunction, query_offset: int) -> MaskFunction:
     """The model's `mask_function` over a cache that ends in a tree; queries are numbered from `query_offset` on."""
 
-    def inner(
-        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def inner(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         node = query - query_offset
         length = layout.lengths[batch]
         key_node = key - length
         in_tree = key_node >= 0
         column = key_node.clamp(0, layout.num_nodes - 1)
         key_position = torch.where(in_tree, length + layout.depths[batch, column], key)
-        allowed = mask_function(
-            batch, head, length + layout.depths[batch, node], key_position
-        )
-        visible = ~in_tree | (
-            (key_node < layout.num_nodes) & layout.ancestors[batch, node, column]
-        )
+        allowed = mask_function(batch, head, length + layout.depths[batch, node], key_position)
+        visible = ~in_tree | ((key_node < layout.num_nodes) & layout.ancestors[batch, node, column])
         return allowed & visible
 
     return inner
@@ -65,10 +57,7 @@ class PrefixMask:
     """
 
     def __init__(self, visible: torch.Tensor, hidden: torch.Tensor) -> None:
-        self._visible, self._hidden = (
-            visible,
-            hidden,
-        )  # scalars: True / False, or 0 / lowest float
+        self._visible, self._hidden = (visible, hidden)  # scalars: True / False, or 0 / lowest float
         self._buffer = visible.new_empty((0, 0))
 
     def cut(self, ancestors: torch.Tensor, length: int) -> torch.Tensor:

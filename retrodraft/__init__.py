@@ -24,11 +24,7 @@ _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file():
     __path__.append(str(_root))
 
-_HOMES = {
-    "RetroDraft": "decoder",
-    "DecodingStats": "stats",
-    "UnsupportedModelError": "errors",
-}
+_HOMES = {"RetroDraft": "decoder", "DecodingStats": "stats", "UnsupportedModelError": "errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -34,10 +34,7 @@ class Goose:
     until `reset()` (theirs begin empty); the pair table is bounded and forgets the pairs written longest ago.
     """
 
-    proposers = {
-        kernel.FROM_CONTEXT: "context_match",
-        kernel.FROM_ADJACENCY: "adjacency",
-    }
+    proposers = {kernel.FROM_CONTEXT: "context_match", kernel.FROM_ADJACENCY: "adjacency"}
     top_k = WIDTH
 
     def __init__(self, vocab_size: int) -> None:
@@ -60,9 +57,7 @@ class Goose:
         """State for a new sequence."""
         return GooseRow(self)
 
-    def harvest(
-        self, order: npt.NDArray[np.int64], before: Int32, tokens: Int32, top: TopLogits
-    ) -> None:
+    def harvest(self, order: npt.NDArray[np.int64], before: Int32, tokens: Int32, top: TopLogits) -> None:
         """Overwrite rows in `order`; `before[i]` is the token before `tokens[i]`, -1 for no pair."""
         self.clock += 1
         kernel.harvest(
@@ -100,14 +95,10 @@ class GooseRow:
         if top is not None and len(top):
             first = len(token_ids) - len(top)
             before = np.full(len(top), -1, np.int32)
-            before[1 if first == 0 else 0 :] = token_ids[
-                max(first - 1, 0) : len(token_ids) - 1
-            ]
+            before[1 if first == 0 else 0 :] = token_ids[max(first - 1, 0) : len(token_ids) - 1]
             self._shared.harvest(np.arange(len(top)), before, token_ids[first:], top)
 
-    def draft(
-        self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool
-    ) -> DraftTree:
+    def draft(self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool) -> DraftTree:
         """The spine tree, or a bare chain where adjacency knows nothing of the root; see `StrategyRow.draft`."""
         text, budget = self._text, len(prices)
         branches = bool(self._shared.successors(self._previous(), text.root))
@@ -130,9 +121,7 @@ class GooseRow:
         self._drafted = tree
         return tree
 
-    def _tree(
-        self, copied: Int32, confidence: float, budget: int, max_depth: int
-    ) -> DraftTree:
+    def _tree(self, copied: Int32, confidence: float, budget: int, max_depth: int) -> DraftTree:
         """Divide the budget between spine and branches, and build."""
         tier = spine_ratio(self._acceptance)
         ratio = tier + confidence * (1.0 - tier)
@@ -147,13 +136,7 @@ class GooseRow:
         spine_first(tokens, parents, depths, probs, made, count)
         made = made[:count]
         self._order = np.argsort(made)
-        return DraftTree(
-            tokens[:count],
-            parents[:count],
-            depths[:count],
-            probs[:count],
-            sources[made],
-        )
+        return DraftTree(tokens[:count], parents[:count], depths[:count], probs[:count], sources[made])
 
     def _likeliest(self, length: int) -> Int32:
         """Chain of each token's first successor."""
@@ -167,9 +150,7 @@ class GooseRow:
             found.append(token)
         return np.array(found, np.int32)
 
-    def commit(
-        self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None
-    ) -> None:
+    def commit(self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None) -> None:
         """Note how the spine fared, harvest every verified node, append what was emitted."""
         own = tree is self._drafted
         linear = self._linear or not own or len(tree) == 1
@@ -188,11 +169,7 @@ class GooseRow:
         self._append(token_ids)
 
     def _previous(self) -> int:
-        return (
-            int(self._text.buffer[self._text.length - 2])
-            if self._text.length > 1
-            else -1
-        )
+        return int(self._text.buffer[self._text.length - 2]) if self._text.length > 1 else -1
 
     def _append(self, token_ids: Int32) -> None:
         start = self._text.length

@@ -53,14 +53,8 @@ class PromptLookup:
     proposers = {1: "prompt_lookup"}
     top_k = 0
 
-    def __init__(
-        self, vocab_size: int, max_ngram: int = 3, max_tokens: int = 10
-    ) -> None:
-        self.vocab_size, self.max_ngram, self.max_tokens = (
-            vocab_size,
-            max_ngram,
-            max_tokens,
-        )
+    def __init__(self, vocab_size: int, max_ngram: int = 3, max_tokens: int = 10) -> None:
+        self.vocab_size, self.max_ngram, self.max_tokens = (vocab_size, max_ngram, max_tokens)
 
     def row(self) -> PromptLookupRow:
         """State for a new sequence."""
@@ -81,28 +75,18 @@ class PromptLookupRow:
         """Take the prompt; see `StrategyRow.begin`."""
         self._text = Text(token_ids)
 
-    def draft(
-        self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool
-    ) -> DraftTree:
+    def draft(self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool) -> DraftTree:
         """The chain after the first window, or no draft where no window matches; see `StrategyRow.draft`."""
         text, shared = self._text, self._shared
         limit = min(shared.max_tokens, len(prices) - 1, max_depth)
-        start = (
-            first_window(text.buffer, text.length, shared.max_ngram)
-            if limit > 0
-            else -1
-        )
+        start = first_window(text.buffer, text.length, shared.max_ngram) if limit > 0 else -1
         if start < 0:
             return DraftTree.root_only(text.root)
         found = text.buffer[start : min(start + limit, text.length)]
-        foreign = np.flatnonzero(
-            (found < 0) | (found >= shared.vocab_size)
-        )  # placeholders of images and the like
+        foreign = np.flatnonzero((found < 0) | (found >= shared.vocab_size))  # placeholders of images and the like
         return chain_of(text.root, found[: foreign[0]] if len(foreign) else found)
 
-    def commit(
-        self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None
-    ) -> None:
+    def commit(self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None) -> None:
         """Append what was emitted."""
         self._text.extend(token_ids)
 
@@ -115,6 +99,4 @@ def chain_of(root: int, token_ids: Int32) -> DraftTree:
     depths = np.arange(size, dtype=np.int32)
     sources = np.ones(size, np.uint8)
     sources[0] = 0
-    return DraftTree(
-        tokens, depths - np.int32(1), depths, np.ones(size, np.float32), sources
-    )
+    return DraftTree(tokens, depths - np.int32(1), depths, np.ones(size, np.float32), sources)

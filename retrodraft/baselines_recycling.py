@@ -27,11 +27,7 @@ TEMPLATE: dict[tuple[int, ...], int] = {
 
 def template_paths() -> list[tuple[int, ...]]:
     """Rank paths of the paper's tree, level by level, ranks rising: the order in which the authors number its nodes."""
-    paths = [
-        (*parent, rank)
-        for parent, children in TEMPLATE.items()
-        for rank in range(children)
-    ]
+    paths = [(*parent, rank) for parent, children in TEMPLATE.items() for rank in range(children)]
     return sorted(paths, key=lambda path: (len(path), path))
 
 
@@ -52,9 +48,7 @@ class Template:
 
     def __init__(self, num_nodes: int, chain: bool) -> None:
         paths = [path for path in template_paths() if not chain or not any(path)]
-        kept = sorted(paths, key=lambda path: (-path_weight(path), len(path), path))[
-            :num_nodes
-        ]
+        kept = sorted(paths, key=lambda path: (-path_weight(path), len(path), path))[:num_nodes]
         kept.sort(key=lambda path: (len(path), path))
         index = {(): 0} | {path: i for i, path in enumerate(kept, 1)}
         self.paths = kept
@@ -107,9 +101,7 @@ class TokenRecyclingRow:
         """Take the prompt, not its logits."""
         self._root = int(token_ids[-1]) if len(token_ids) else -1
 
-    def draft(
-        self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool
-    ) -> DraftTree:
+    def draft(self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool) -> DraftTree:
         """Fill the static tree from the matrix; see `StrategyRow.draft`."""
         template = self._shared.template(len(prices) - 1, chain)
         size = len(template.parents)
@@ -120,21 +112,11 @@ class TokenRecyclingRow:
         )  # fmt: skip
         sources = np.ones(count, np.uint8)
         sources[0] = 0
-        tree = DraftTree(
-            tokens[:count],
-            parents[:count],
-            depths[:count],
-            template.weights[origins[:count]],
-            sources,
-        )
-        spine_first(
-            tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources, count
-        )
+        tree = DraftTree(tokens[:count], parents[:count], depths[:count], template.weights[origins[:count]], sources)
+        spine_first(tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources, count)
         return tree
 
-    def commit(
-        self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None
-    ) -> None:
+    def commit(self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None) -> None:
         """Overwrite the rows of all verified tokens, level by level."""
         if top is not None:
             levels = np.argsort(tree.depths[: len(top)], kind="stable")

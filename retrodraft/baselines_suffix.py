@@ -40,14 +40,8 @@ class SuffixDecoding:
     proposers = {LOCAL: "suffix_local", GLOBAL: "suffix_global"}
     top_k = 0
 
-    def __init__(
-        self, vocab_size: int, alpha: float = 1.0, max_cached_tokens: int = 1 << 18
-    ) -> None:
-        self.vocab_size, self.alpha, self.max_cached_tokens = (
-            vocab_size,
-            alpha,
-            max_cached_tokens,
-        )
+    def __init__(self, vocab_size: int, alpha: float = 1.0, max_cached_tokens: int = 1 << 18) -> None:
+        self.vocab_size, self.alpha, self.max_cached_tokens = (vocab_size, alpha, max_cached_tokens)
         self.reset()
 
     def reset(self) -> None:
@@ -75,9 +69,7 @@ class SuffixDecoding:
         if self._num_cached <= self.max_cached_tokens:
             self.responses.extend(response)
             return
-        while (
-            self._cached and self._num_cached > self.max_cached_tokens * 3 // 4
-        ):  # room, so that this is rare
+        while self._cached and self._num_cached > self.max_cached_tokens * 3 // 4:  # room, so that this is rare
             self._num_cached -= len(self._cached.popleft())
         self.responses = SuffixAutomaton()
         for kept in self._cached:
@@ -97,9 +89,7 @@ class SuffixDecodingRow:
         """Take the prompt; see `StrategyRow.begin`."""
         self._text, self._local = Text(token_ids), SuffixAutomaton(token_ids)
 
-    def draft(
-        self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool
-    ) -> DraftTree:
+    def draft(self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool) -> DraftTree:
         """The best-scoring draft of both trees; see `StrategyRow.draft`."""
         shared, text = self._shared, self._text
         size = len(prices)
@@ -113,12 +103,7 @@ class SuffixDecodingRow:
             else:
                 # Found anew each time: following it from step to step breaks when responses join.
                 state, length = longest_match(
-                    store.states,
-                    store.edges,
-                    store.table,
-                    text.buffer,
-                    text.length,
-                    MAX_DEPTH - 1,
+                    store.states, store.edges, store.table, text.buffer, text.length, MAX_DEPTH - 1
                 )
             found, score, match_len = best_suffix_draft(
                 store.states, store.edges, state, length, size - 1, max_depth, MAX_DEPTH, shared.alpha, MIN_PROB,
@@ -128,17 +113,11 @@ class SuffixDecodingRow:
                 count, source = found, bit
         sources = np.full(count, source, np.uint8)
         sources[0] = 0
-        tree = DraftTree(
-            tokens[:count], parents[:count], depths[:count], probs[:count], sources
-        )
-        spine_first(
-            tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources, count
-        )
+        tree = DraftTree(tokens[:count], parents[:count], depths[:count], probs[:count], sources)
+        spine_first(tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources, count)
         return tree
 
-    def commit(
-        self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None
-    ) -> None:
+    def commit(self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None) -> None:
         """Append what was emitted to the text and to the response."""
         self._text.extend(token_ids)
         self._local.extend(token_ids)

@@ -21,24 +21,10 @@ from retrodraft.verify import Acceptance, Chooser
 class Row:
     """One sequence: its decisions, its strategy's state and its recorded outputs."""
 
-    def __init__(
-        self,
-        chooser: Chooser,
-        drafts: Any,
-        recorder: Recorder,
-        prompt: Int32,
-        max_length: int,
-    ) -> None:
-        self.chooser, self.drafts, self.recorder, self.prompt = (
-            chooser,
-            drafts,
-            recorder,
-            prompt,
-        )
+    def __init__(self, chooser: Chooser, drafts: Any, recorder: Recorder, prompt: Int32, max_length: int) -> None:
+        self.chooser, self.drafts, self.recorder, self.prompt = (chooser, drafts, recorder, prompt)
         self.max_length = max_length
-        self.length = (
-            0  # committed tokens in the cache, which is the position of the root
-        )
+        self.length = 0  # committed tokens in the cache, which is the position of the root
         self.root = -1  # the newest token; its keys and values are not in the cache yet
         self.finished = False
 
@@ -63,41 +49,22 @@ class Batch:
         streamer: Any,
         model_kwargs: dict[str, Any],
     ) -> None:
-        self._target, self._input_ids, self._config = (
-            target,
-            input_ids,
-            generation_config,
-        )
+        self._target, self._input_ids, self._config = (target, input_ids, generation_config)
         self._streamer, self._model_kwargs = streamer, model_kwargs
         self._native = cache_in(model_kwargs)
         mask = model_kwargs.get("attention_mask")
         batch_size = input_ids.shape[0]
-        self._pads: list[int] = (
-            [0] * batch_size if mask is None else (mask == 0).sum(-1).tolist()
-        )
+        self._pads: list[int] = [0] * batch_size if mask is None else (mask == 0).sum(-1).tolist()
         # Everything else the caller sent along to the model goes into every forward, as plain generate does it.
-        skipped = {
-            "cache",
-            "past_key_values",
-            "attention_mask",
-            "position_ids",
-            "use_cache",
-            "logits_to_keep",
-        }
+        skipped = {"cache", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
         skipped |= {"inputs_embeds", "return_dict"}
-        self._forward_kwargs = {
-            k: v for k, v in model_kwargs.items() if k not in skipped and v is not None
-        }
+        self._forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in skipped and v is not None}
         self._cache: DraftCache | None = None
         self._recurrent: SnapshotVerifier | None = None
         if recurrent:
             self._recurrent = SnapshotVerifier(target.model, self._native)
         else:
-            self._cache = (
-                self._native
-                if isinstance(self._native, DraftCache)
-                else DraftCache(self._native, batch_size)
-            )
+            self._cache = self._native if isinstance(self._native, DraftCache) else DraftCache(self._native, batch_size)
         self._prefix_mask = target.prefix_mask()
         self._offset = 0  # query of the root in the last forward: behind what a recurrent model was fed again
         self.stats = DecodingStats()
@@ -129,32 +96,22 @@ class Batch:
         if self._cache is not None:
             kwargs[CACHE_ARG] = self._cache
             self._cache.stage(False)
-        output = self._target.model._prefill(
-            self._input_ids, self._config, kwargs, is_first_iteration=True
-        )
+        output = self._target.model._prefill(self._input_ids, self._config, kwargs, is_first_iteration=True)
         if self._cache is not None:
             self._cache.align(self._pads)
         self.stats.num_prompt_tokens = sum(len(row.prompt) for row in self.rows)
         self.stats.num_cached_tokens = cached * len(self.rows)
         for index, row in enumerate(self.rows):
-            row.length = (
-                self._cache.lengths[index]
-                if self._cache is not None
-                else cached + self._input_ids.shape[1]
-            )
+            row.length = self._cache.lengths[index] if self._cache is not None else cached + self._input_ids.shape[1]
         return output
 
     def verify(self, trees: list[DraftTree], min_nodes: int) -> Any:
         """One forward over every row's tree; returns the model's output."""
         if self._recurrent is not None:
             self._offset = len(self._recurrent.replay)
-            return self._recurrent.forward(
-                trees[0].token_ids.tolist(), **self._forward_kwargs
-            )
+            return self._recurrent.forward(trees[0].token_ids.tolist(), **self._forward_kwargs)
         assert self._cache is not None
-        return self._target.verify(
-            trees, self._cache, self._prefix_mask, min_nodes, **self._forward_kwargs
-        )
+        return self._target.verify(trees, self._cache, self._prefix_mask, min_nodes, **self._forward_kwargs)
 
     def logits(self, row: int, output: Any) -> torch.Tensor:
         """Raw logits [num_nodes, vocab_size] of a row's tree."""
@@ -190,9 +147,7 @@ class Batch:
         for row, acceptance in zip(self.rows, acceptances, strict=True):
             row.length += len(acceptance.path)
 
-    def count(
-        self, tree: DraftTree, acceptance: Acceptance, proposers: dict[int, str]
-    ) -> None:
+    def count(self, tree: DraftTree, acceptance: Acceptance, proposers: dict[int, str]) -> None:
         """Add a row's verified tree to the statistics."""
         stats = self.stats
         stats.num_row_forwards += 1
@@ -215,9 +170,7 @@ class Batch:
             self._streamer.end()
         longest = max(row.chooser.length for row in self.rows)
         pad = self._config._pad_token_tensor
-        sequences = self._input_ids.new_full(
-            (len(self.rows), longest), 0 if pad is None else int(pad)
-        )
+        sequences = self._input_ids.new_full((len(self.rows), longest), 0 if pad is None else int(pad))
         for index, row in enumerate(self.rows):
             sequences[index, : row.chooser.length] = row.chooser.ids[0]
         self._restore_cache()
@@ -225,21 +178,13 @@ class Batch:
             return sequences
         recorders = [row.recorder for row in self.rows]
         first = recorders[0]
-        scores = [
-            row.chooser.scores for row in self.rows if row.chooser.scores is not None
-        ]
+        scores = [row.chooser.scores for row in self.rows if row.chooser.scores is not None]
         return GenerateDecoderOnlyOutput(
             sequences=sequences,
             scores=stacked(scores) if scores else None,
-            logits=stacked([r.logits for r in recorders if r.logits is not None])
-            if first.logits is not None
-            else None,
-            attentions=tuple(first.attentions)
-            if first.attentions is not None
-            else None,
-            hidden_states=tuple(first.hidden_states)
-            if first.hidden_states is not None
-            else None,
+            logits=stacked([r.logits for r in recorders if r.logits is not None]) if first.logits is not None else None,
+            attentions=tuple(first.attentions) if first.attentions is not None else None,
+            hidden_states=tuple(first.hidden_states) if first.hidden_states is not None else None,
             **{CACHE_ARG: self._native},
         )
 
@@ -249,10 +194,7 @@ class Batch:
             self._recurrent.flush()
         elif self._cache is not self._native:
             assert self._cache is not None
-            total = max(
-                length + pad
-                for length, pad in zip(self._cache.lengths, self._pads, strict=True)
-            )
+            total = max(length + pad for length, pad in zip(self._cache.lengths, self._pads, strict=True))
             self._cache.export(self._native, self._pads, total)
 
     def _take(self, row: Row, acceptance: Acceptance) -> None:

@@ -14,13 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from rich.progress import (
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from retrodraft.decoder import RetroDraft
 from retrodraft.models import load_model
@@ -30,9 +24,7 @@ from retrodraft.strategy import STRATEGIES
 from retrodraft.workloads import WorkloadItem, read_workload, render_prompt
 
 SYSTEMS = ("plain", "hf-prompt-lookup", *STRATEGIES)
-HF_LOOKUP_TOKENS = (
-    10  # prompt_lookup_num_tokens, the value of transformers' documentation
-)
+HF_LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, the value of transformers' documentation
 RESAMPLES = 2000
 Run = dict[str, Any]
 
@@ -79,75 +71,38 @@ def run_bench(settings: BenchSettings, folder: Path) -> dict[str, Any]:
     transformers.utils.logging.disable_progress_bar()
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    model, tokenizer = load_model(
-        settings.model, settings.dtype, settings.device, settings.attn
-    )
+    model, tokenizer = load_model(settings.model, settings.dtype, settings.device, settings.attn)
     prompts = _prompts(items, tokenizer, settings)
-    names = [
-        "plain",
-        *(name for name in dict.fromkeys(settings.systems) if name != "plain"),
-    ]
+    names = ["plain", *(name for name in dict.fromkeys(settings.systems) if name != "plain")]
     drafters = {
-        name: RetroDraft(
-            model,
-            tokenizer,
-            strategy=name,
-            budget=budget,
-            reproducible=settings.reproducible,
-        )
+        name: RetroDraft(model, tokenizer, strategy=name, budget=budget, reproducible=settings.reproducible)
         for name in names
         if name in STRATEGIES
     }
-    columns = (
-        TextColumn("{task.description}"),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task("bench", total=len(prompts) * len(names))
         for name in names:
-            _timed_run(
-                name, drafters, model, prompts[0][1][:64], settings, new_tokens=8
-            )  # compiles and warms up
+            _timed_run(name, drafters, model, prompts[0][1][:64], settings, new_tokens=8)  # compiles and warms up
         for number, (item, prompt) in enumerate(prompts):
             for offset in range(len(names)):
-                name = names[
-                    (number + offset) % len(names)
-                ]  # no system always runs first
+                name = names[(number + offset) % len(names)]  # no system always runs first
                 if (item.id, name) not in log.done:
                     if name in drafters and not settings.warm:
                         drafters[name].reset()
-                    run = _timed_run(
-                        name, drafters, model, prompt, settings, settings.max_new_tokens
-                    )
-                    log.add(
-                        {
-                            "id": item.id,
-                            "category": item.category,
-                            "system": name,
-                            **run,
-                        }
-                    )
+                    run = _timed_run(name, drafters, model, prompt, settings, settings.max_new_tokens)
+                    log.add({"id": item.id, "category": item.category, "system": name, **run})
                 progress.update(task, advance=1, description=f"{item.id} {name}")
     results = summarise(
-        log.runs(names, {item.id for item, _ in prompts}),
-        names,
-        settings,
-        model,
-        dict(_by_id(prompts)),
+        log.runs(names, {item.id for item, _ in prompts}), names, settings, model, dict(_by_id(prompts))
     )
-    results["num_left_out"] = min(len(items), settings.limit or len(items)) - len(
-        prompts
-    )
+    results["num_left_out"] = min(len(items), settings.limit or len(items)) - len(prompts)
     _write_results(results, folder)
     print_results(results)
     return results
 
 
-def _by_id(
-    prompts: list[tuple[WorkloadItem, list[int]]],
-) -> list[tuple[str, list[int]]]:
+def _by_id(prompts: list[tuple[WorkloadItem, list[int]]]) -> list[tuple[str, list[int]]]:
     return [(item.id, prompt) for item, prompt in prompts]
 
 
@@ -156,36 +111,20 @@ def _prompts(
 ) -> list[tuple[WorkloadItem, list[int]]]:
     """Rendered prompts, evenly spread over the file, without those that are too long."""
     if settings.limit and settings.limit < len(items):
-        items = [
-            items[round(i * (len(items) - 1) / max(settings.limit - 1, 1))]
-            for i in range(settings.limit)
-        ]
+        items = [items[round(i * (len(items) - 1) / max(settings.limit - 1, 1))] for i in range(settings.limit)]
     rendered = [(item, render_prompt(tokenizer, item.messages)) for item in items]
-    kept = [
-        (item, ids) for item, ids in rendered if len(ids) <= settings.max_prompt_tokens
-    ]
+    kept = [(item, ids) for item, ids in rendered if len(ids) <= settings.max_prompt_tokens]
     if not kept:
-        raise ValueError(
-            f"every prompt is longer than max_prompt_tokens={settings.max_prompt_tokens}"
-        )
+        raise ValueError(f"every prompt is longer than max_prompt_tokens={settings.max_prompt_tokens}")
     return kept
 
 
 def _timed_run(
-    name: str,
-    drafters: dict[str, RetroDraft],
-    model: Any,
-    prompt: list[int],
-    settings: BenchSettings,
-    new_tokens: int,
+    name: str, drafters: dict[str, RetroDraft], model: Any, prompt: list[int], settings: BenchSettings, new_tokens: int
 ) -> Run:
     """One generate call; forwards and tokens fed are counted at the model, the same way for every system."""
     ids = torch.tensor([prompt], device=model.device)
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-    }
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False}
     if settings.temperature > 0:
         options |= {"do_sample": True, "temperature": settings.temperature, "top_k": 0}
     if name == "hf-prompt-lookup":
@@ -205,11 +144,7 @@ def _timed_run(
     finally:
         handle.remove()
     tokens = out[0, len(prompt) :].tolist()
-    draft_us = (
-        [round(value) for value in drafters[name].stats.draft_us]
-        if name in drafters
-        else []
-    )
+    draft_us = [round(value) for value in drafters[name].stats.draft_us] if name in drafters else []
     return {
         "seconds": seconds, "forwards": len(fed), "nodes": sum(fed[1:]) - len(fed[1:]), "token_ids": tokens,
         "draft_us": draft_us,
@@ -232,16 +167,10 @@ class RunLog:
 
     def _read(self, wanted: dict[str, Any]) -> None:
         lines = self._path.read_bytes().split(b"\n")
-        whole = [
-            json.loads(line) for line in lines[:-1]
-        ]  # a line that was cut off by a kill has no newline
+        whole = [json.loads(line) for line in lines[:-1]]  # a line that was cut off by a kill has no newline
         if not whole or whole[0] != wanted:
             found = whole[0].get("settings", {}) if whole else {}
-            other = [
-                key
-                for key, value in wanted["settings"].items()
-                if found.get(key) != value
-            ]
+            other = [key for key, value in wanted["settings"].items() if found.get(key) != value]
             raise ValueError(
                 f"{self._path} holds a run with other settings ({', '.join(other)}): choose another output folder, or "
                 "remove the file"
@@ -279,16 +208,11 @@ def summarise(
     categories = list(dict.fromkeys(run["category"] for run in runs["plain"].values()))
     systems = {}
     for name in names:
-        pairs = [
-            (run, runs["plain"][identifier]) for identifier, run in runs[name].items()
-        ]
+        pairs = [(run, runs["plain"][identifier]) for identifier, run in runs[name].items()]
         systems[name] = {
             "overall": _cell(pairs),
             "categories": {
-                category: _cell(
-                    [pair for pair in pairs if pair[0]["category"] == category]
-                )
-                for category in categories
+                category: _cell([pair for pair in pairs if pair[0]["category"] == category]) for category in categories
             },
         }
     return {
@@ -307,11 +231,7 @@ def _cell(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     forwards = sum(run["forwards"] for run, _ in pairs)
     seconds = sum(run["seconds"] for run, _ in pairs)
     ratios = np.array(
-        [
-            (len(run["token_ids"]) / run["seconds"])
-            / (len(base["token_ids"]) / base["seconds"])
-            for run, base in pairs
-        ]
+        [(len(run["token_ids"]) / run["seconds"]) / (len(base["token_ids"]) / base["seconds"]) for run, base in pairs]
     )
     draft_us = np.array([value for run, _ in pairs for value in run["draft_us"]] or [0])
     resampled = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
@@ -320,27 +240,17 @@ def _cell(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
         "num_prompts": len(pairs),
         "num_tokens": sum(tokens),
         "tokens_per_second": sum(tokens) / seconds,
-        "speedup_over_plain": {
-            "median": float(np.median(ratios)),
-            "low": float(low),
-            "high": float(high),
-        },
+        "speedup_over_plain": {"median": float(np.median(ratios)), "low": float(low), "high": float(high)},
         "tokens_per_forward": sum(tokens) / forwards,
         "nodes_per_forward": sum(run["nodes"] for run, _ in pairs) / forwards,
         "draft_us_p50": float(np.quantile(draft_us, 0.5)),
         "draft_us_p99": float(np.quantile(draft_us, 0.99)),
-        "equal_outputs": sum(
-            run["token_ids"] == base["token_ids"] for run, base in pairs
-        )
-        / len(pairs),
+        "equal_outputs": sum(run["token_ids"] == base["token_ids"] for run, base in pairs) / len(pairs),
     }
 
 
 def _first_differences(
-    runs: dict[str, dict[str, Run]],
-    settings: BenchSettings,
-    model: Any,
-    prompts: dict[str, list[int]],
+    runs: dict[str, dict[str, Run]], settings: BenchSettings, model: Any, prompts: dict[str, list[int]]
 ) -> list[dict[str, Any]]:
     """Where greedy outputs leave plain's: the position, and the margin between the two tokens in plain's own logits."""
     found = []
@@ -349,28 +259,15 @@ def _first_differences(
             mine, theirs = run["token_ids"], runs["plain"][identifier]["token_ids"]
             if mine == theirs or settings.temperature > 0:
                 continue
-            place = next(
-                (
-                    i
-                    for i, (a, b) in enumerate(zip(mine, theirs, strict=False))
-                    if a != b
-                ),
-                None,
-            )
+            place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
             if place is None:
                 place, margin = min(len(mine), len(theirs)), float("nan")
             else:
-                text = torch.tensor(
-                    [prompts[identifier] + theirs[:place]], device=model.device
-                )
+                text = torch.tensor([prompts[identifier] + theirs[:place]], device=model.device)
                 with torch.inference_mode():
-                    logits = (
-                        model(input_ids=text, use_cache=False).logits[0, -1].float()
-                    )
+                    logits = model(input_ids=text, use_cache=False).logits[0, -1].float()
                 margin = float((logits[theirs[place]] - logits[mine[place]]).abs())
-            found.append(
-                {"id": identifier, "system": name, "position": place, "margin": margin}
-            )
+            found.append({"id": identifier, "system": name, "position": place, "margin": margin})
     return found
 
 
@@ -378,11 +275,7 @@ def _machine() -> dict[str, Any]:
     processor = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            processor = next(
-                line.split(":")[1].strip()
-                for line in file
-                if line.startswith("model name")
-            )
+            processor = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         pass  # not Linux: the platform's own word stands
     return {
@@ -394,13 +287,8 @@ def _machine() -> dict[str, Any]:
 
 def _write_results(results: dict[str, Any], folder: Path) -> None:
     """Replace the three result files, each at once."""
-    for name, text in (
-        ("results.json", json.dumps(results, indent=1)),
-        ("results.md", markdown(results)),
-    ):
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, delete=False, encoding="utf-8"
-        ) as file:
+    for name, text in (("results.json", json.dumps(results, indent=1)), ("results.md", markdown(results))):
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
             file.write(text)
         os.replace(file.name, folder / name)
     if len(results["systems"]) > 1:

@@ -28,26 +28,11 @@ from retrodraft.folders import cache_folder
 from retrodraft.target import TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
 
-TREE_SIZES = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-)  # tokens in the forward, the root included
+TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens in the forward, the root included
 CONTEXT_LENGTHS = (256, 2048)
 REPEATS = 5
 HARVEST_WIDTH = 8
-CONTEXT_STEP = (
-    128  # prices are interpolated anew each time the context has grown by this much
-)
+CONTEXT_STEP = 128  # prices are interpolated anew each time the context has grown by this much
 MAX_NODES = TREE_SIZES[-1] - 1
 RATE_DECAY = 0.97  # the rate remembers about the last 30 steps
 
@@ -63,10 +48,7 @@ class CostCurve:
     def relative(self, context_length: int) -> npt.NDArray[np.float64]:
         """Cost of a forward over the root and 0, 1, … MAX_NODES nodes; plain decoding is 1. Rises with the nodes."""
         sizes = np.arange(1, self.tree_sizes[-1] + 1)
-        curves = [
-            np.interp(sizes, self.tree_sizes, np.maximum.accumulate(row))
-            for row in self.seconds
-        ]
+        curves = [np.interp(sizes, self.tree_sizes, np.maximum.accumulate(row)) for row in self.seconds]
         if len(curves) > 1:
             low, high = self.context_lengths[0], self.context_lengths[-1]
             share = min(max((context_length - low) / (high - low), 0.0), 4.0)
@@ -87,13 +69,8 @@ def measure_cost_curve(
     Context lengths that the model's position limit rules out are left out.
     """
     target = TargetModel(model)
-    limit = (
-        getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        or 1 << 30
-    )
-    lengths = [n for n in context_lengths if n + tree_sizes[-1] <= limit] or [
-        max(limit - tree_sizes[-1] - 1, 1)
-    ]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    lengths = [n for n in context_lengths if n + tree_sizes[-1] <= limit] or [max(limit - tree_sizes[-1] - 1, 1)]
     seconds = []
     with torch.inference_mode(), tree_hooks():
         for length in lengths:
@@ -101,14 +78,10 @@ def measure_cost_curve(
             rounds: list[list[float]] = [[] for _ in tree_sizes]
             for attempt in range(repeats + 1):
                 for index, size in enumerate(tree_sizes):
-                    tree = DraftTree.from_nodes(
-                        1, [1] * (size - 1), list(range(size - 1))
-                    )
+                    tree = DraftTree.from_nodes(1, [1] * (size - 1), list(range(size - 1)))
                     start = time.perf_counter()
                     logits = target.verify([tree], cache, mask).logits[0]
-                    top_logits(
-                        logits, HARVEST_WIDTH
-                    )  # part of every step, and it grows with the nodes as well
+                    top_logits(logits, HARVEST_WIDTH)  # part of every step, and it grows with the nodes as well
                     if attempt:  # the first round warms up
                         rounds[index].append(time.perf_counter() - start)
             seconds.append([statistics.median(times) for times in rounds])
@@ -119,9 +92,7 @@ def _filled_cache(model: Any, length: int) -> DraftCache:
     """A cache of `length` committed random tokens."""
     cache = DraftCache(DynamicCache(config=model.config.get_text_config()), 1)
     generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(
-        0, model.config.get_text_config().vocab_size, (1, length), generator=generator
-    )
+    token_ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
     model(input_ids=token_ids.to(model.device), use_cache=True, **{CACHE_ARG: cache})
     return cache
 
@@ -131,9 +102,7 @@ def cached_cost_curve(model: Any) -> CostCurve:
     path = cache_folder() / f"cost-{curve_key(model)}.json"
     try:
         curve = CostCurve(**json.loads(path.read_text(encoding="utf-8")))
-        if len(curve.seconds) == len(
-            curve.context_lengths
-        ) and curve.tree_sizes == list(TREE_SIZES):
+        if len(curve.seconds) == len(curve.context_lengths) and curve.tree_sizes == list(TREE_SIZES):
             return curve
     except (OSError, ValueError, TypeError):
         pass  # absent, damaged or of another version: measured anew
@@ -147,9 +116,7 @@ def store_cost_curve(model: Any, curve: CostCurve) -> None:
     path = cache_folder() / f"cost-{curve_key(model)}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, delete=False, encoding="utf-8"
-        ) as file:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             json.dump(asdict(curve), file)
         os.replace(file.name, path)
     except OSError:
@@ -159,11 +126,7 @@ def store_cost_curve(model: Any, curve: CostCurve) -> None:
 def curve_key(model: Any) -> str:
     """What a latency depends on, as a short hash."""
     device = model.device
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type}-{os.cpu_count()}"
-    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}-{os.cpu_count()}"
     shape = (
         type(model).__name__, sum(p.numel() for p in model.parameters()), str(model.dtype), name,
         torch.get_num_threads(), model.config._attn_implementation, torch.__version__,
@@ -181,17 +144,13 @@ class Budget:
 
     def reset(self) -> None:
         """Forget the learned rate."""
-        self._tokens = self._cost = (
-            8.0  # the rate begins at plain decoding's one token a unit
-        )
+        self._tokens = self._cost = 8.0  # the rate begins at plain decoding's one token a unit
 
     def prices(self, context_length: int, room: int) -> npt.NDArray[np.float64]:
         """`prices[n]`: cost of n nodes in expected tokens, for up to `room` nodes."""
         if self._fixed is not None or self._curve is None:
             return np.zeros(min(self._fixed or 0, room) + 1)
-        return (self._costs(context_length)[: room + 1] - 1.0) * (
-            self._tokens / self._cost
-        )
+        return (self._costs(context_length)[: room + 1] - 1.0) * (self._tokens / self._cost)
 
     def learn(self, context_length: int, nodes: int, tokens: int) -> None:
         """A row's forward over `nodes` draft nodes emitted `tokens`."""

@@ -10,13 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from retrodraft.compat import DUMMY_LAYER, INDEXED_LAYER
 
@@ -41,9 +35,7 @@ class DraftLayer(CacheLayerMixin):
         self.first = 0  # logical position of slot 0
         self.staged = False  # whether a forward's tokens wait for `commit`
 
-    def lazy_initialization(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> None:
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the first states seen."""
         self.dtype, self.device = key_states.dtype, key_states.device
         if not self.lengths:
@@ -55,11 +47,7 @@ class DraftLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write behind the committed tokens; returns what the queries may attend to, as views."""
         if not self.is_initialized:
@@ -84,16 +72,10 @@ class DraftLayer(CacheLayerMixin):
     def _visible(self, count: int) -> tuple[int, int]:
         """First and last slot + 1 that `count` new queries attend to."""
         end = max(self.lengths) - self.first
-        start = (
-            max(end - self.window + 1, 0)
-            if self.is_sliding and self.window is not None
-            else 0
-        )
+        start = max(end - self.window + 1, 0) if self.is_sliding and self.window is not None else 0
         return start, end + count
 
-    def commit(
-        self, paths: list[list[int]], indices: list[torch.Tensor | None]
-    ) -> None:
+    def commit(self, paths: list[list[int]], indices: list[torch.Tensor | None]) -> None:
         """Keep of each row the nodes of its path; `indices[r]` (None where the path is 0, 1, 2 …) is it as a tensor."""
         if not self.is_initialized:
             return
@@ -104,9 +86,7 @@ class DraftLayer(CacheLayerMixin):
                 begin = self.lengths[row] - self.first
                 for buffer in (self.keys, self.values):
                     rows = buffer[row]
-                    rows[:, begin : begin + len(path)] = rows.index_select(
-                        1, index + begin
-                    )
+                    rows[:, begin : begin + len(path)] = rows.index_select(1, index + begin)
             self.lengths[row] += len(path)
         self._trim()
 
@@ -139,8 +119,7 @@ class DraftLayer(CacheLayerMixin):
             return
         capacity = 2 * max(self.window, FIRST_ROOM)
         self.keys, self.values = (
-            _room(buffer[:, :, end - kept : end], capacity, copy=True)
-            for buffer in (self.keys, self.values)
+            _room(buffer[:, :, end - kept : end], capacity, copy=True) for buffer in (self.keys, self.values)
         )
         self.first = self.lengths[0] - kept
 
@@ -159,9 +138,7 @@ class DraftLayer(CacheLayerMixin):
         """-1: no maximum."""
         return -1
 
-    def restored(
-        self, pads: list[int], total: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def restored(self, pads: list[int], total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in HF's layout: `pads[r]` empty slots, the row's tokens, empty slots up to `total`."""
         assert self.keys is not None and self.values is not None
         if len(self.lengths) == 1 and not pads[0]:
@@ -170,24 +147,16 @@ class DraftLayer(CacheLayerMixin):
             return self.keys[:, :, start:end], self.values[:, :, start:end]
         laid_out = []
         for buffer in (self.keys, self.values):
-            full = buffer.new_zeros(
-                *buffer.shape[:2], total - self.first, buffer.shape[-1]
-            )
+            full = buffer.new_zeros(*buffer.shape[:2], total - self.first, buffer.shape[-1])
             for row, (pad, length) in enumerate(zip(pads, self.lengths, strict=True)):
-                full[row, :, pad : pad + length - self.first] = buffer[
-                    row, :, : length - self.first
-                ]
-            laid_out.append(
-                full if self.window is None else full[:, :, -self.window + 1 :]
-            )
+                full[row, :, pad : pad + length - self.first] = buffer[row, :, : length - self.first]
+            laid_out.append(full if self.window is None else full[:, :, -self.window + 1 :])
         return laid_out[0], laid_out[1]
 
 
 def _room(states: torch.Tensor, capacity: int, copy: bool = False) -> torch.Tensor:
     """Buffer of `capacity` slots for states of this shape; with `copy`, the states lie at its front."""
-    buffer = states.new_empty(
-        *states.shape[:2], max(capacity, states.shape[-2]), states.shape[-1]
-    )
+    buffer = states.new_empty(*states.shape[:2], max(capacity, states.shape[-2]), states.shape[-1])
     if copy:
         buffer[:, :, : states.shape[-2]] = states
     return buffer
@@ -207,21 +176,13 @@ class DraftCache(Cache):
         else:
             super().__init__(layer_class_to_replicate=DraftLayer)
         for layer, source in zip(self.layers, native.layers, strict=True):
-            if (
-                isinstance(layer, DraftLayer)
-                and source.is_initialized
-                and source.get_seq_length()
-            ):
+            if isinstance(layer, DraftLayer) and source.is_initialized and source.get_seq_length():
                 layer.lengths = [source.get_seq_length()] * batch_size
                 layer.is_sliding = layer.is_sliding and batch_size == 1
                 layer.first = source.get_seq_length() - source.keys.shape[-2]
                 layer.dtype, layer.device = source.keys.dtype, source.keys.device
-                layer.keys = _room(
-                    source.keys, source.keys.shape[-2] + FIRST_ROOM, copy=True
-                )
-                layer.values = _room(
-                    source.values, source.keys.shape[-2] + FIRST_ROOM, copy=True
-                )
+                layer.keys = _room(source.keys, source.keys.shape[-2] + FIRST_ROOM, copy=True)
+                layer.values = _room(source.values, source.keys.shape[-2] + FIRST_ROOM, copy=True)
                 layer.is_initialized = True
 
     @property
@@ -248,12 +209,7 @@ class DraftCache(Cache):
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the nodes `paths[r]` (ascending, root first) of each row's last tree and forget the others."""
         device = self.draft_layers[0].device
-        indices = [
-            None
-            if path == list(range(len(path)))
-            else torch.tensor(path, device=device)
-            for path in paths
-        ]
+        indices = [None if path == list(range(len(path))) else torch.tensor(path, device=device) for path in paths]
         for layer in self.draft_layers:
             layer.commit(paths, indices)
 
@@ -273,20 +229,14 @@ class DraftCache(Cache):
 
 def cached_length(cache: Cache) -> int:
     """Tokens whose keys and values a cache holds; 0 where it holds recurrent states alone, which have no length."""
-    return (
-        int(cache.get_seq_length())
-        if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
-        else 0
-    )
+    return int(cache.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
 
 
 def unsupported_layer(native: Cache) -> str | None:
     """Why a cache can't be drafted on, or None: only plain, growing keys and values can be rolled back row by row."""
     if not isinstance(native, DynamicCache) or getattr(native, "offloading", False):
         return f"a {type(native).__name__} can't be rolled back"
-    if INDEXED_LAYER is not None and any(
-        type(layer) is INDEXED_LAYER for layer in native.layers
-    ):
+    if INDEXED_LAYER is not None and any(type(layer) is INDEXED_LAYER for layer in native.layers):
         return "its sparse-attention cache (DynamicIndexedLayer) can't be rolled back row by row"
     known = (DynamicLayer, DynamicSlidingWindowLayer, DUMMY_LAYER)
     for layer in native.layers:

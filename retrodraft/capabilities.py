@@ -32,18 +32,8 @@ Mode = Literal["tree", "chain", "snapshot", "plain"]
 VERSION = 1  # of the probe; a stored verdict of another one is not used
 LONGEST_PREFIX = 1100  # windows up to about this size are crossed by the probe
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-LOW_PRECISION_TOLERANCE = (
-    5e-2  # of the largest logit: a wrong mask is off by far more, rounding by less
-)
-PROBE_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    IndexError,
-    KeyError,
-    AttributeError,
-    NotImplementedError,
-)
+LOW_PRECISION_TOLERANCE = 5e-2  # of the largest logit: a wrong mask is off by far more, rounding by less
+PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 @dataclass(frozen=True)
@@ -55,9 +45,7 @@ class Capabilities:
     max_difference: float  # largest logit difference seen in that mode, relative to the largest logit
 
     def __str__(self) -> str:
-        return f"{self.mode} (logits within {self.max_difference:.1e})" + (
-            f": {self.reason}" if self.reason else ""
-        )
+        return f"{self.mode} (logits within {self.max_difference:.1e})" + (f": {self.reason}" if self.reason else "")
 
 
 def probe(model: Any) -> Capabilities:
@@ -75,9 +63,7 @@ def probe(model: Any) -> Capabilities:
         return verdict  # not kept: broken weights, say, must not tell on the next model of this configuration
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, delete=False, encoding="utf-8"
-        ) as file:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
             json.dump(asdict(verdict), file)
         os.replace(file.name, path)
     except OSError:
@@ -115,10 +101,7 @@ def run_probe(model: Any) -> Capabilities:
 
 def _try_tree(model: Any) -> float:
     """Largest difference over two trees with a commit of a path with gaps between them."""
-    return _try_shapes(
-        model,
-        [([-1, 0, 1, 2, 1, 0, 5, 0], [0, 5, 6]), ([-1, 0, 1, 0, 3, 3, 0], [0, 3, 5])],
-    )
+    return _try_shapes(model, [([-1, 0, 1, 2, 1, 0, 5, 0], [0, 5, 6]), ([-1, 0, 1, 0, 3, 3, 0], [0, 3, 5])])
 
 
 def _try_chain(model: Any) -> float:
@@ -131,29 +114,18 @@ def _try_shapes(model: Any, shapes: list[tuple[list[int], list[int]]]) -> float:
         raise ValueError(reason)
     prefix, fresh = _probe_text(model)
     cache = DraftCache(native, 1)
-    model(
-        input_ids=torch.tensor([prefix], device=model.device),
-        use_cache=True,
-        **{CACHE_ARG: cache},
-    )
+    model(input_ids=torch.tensor([prefix], device=model.device), use_cache=True, **{CACHE_ARG: cache})
     target = TargetModel(model)
     mask = target.prefix_mask()
     worst = 0.0
     for parents, path in shapes:
-        tree = DraftTree.from_nodes(
-            fresh.pop(), [fresh.pop() for _ in parents[1:]], parents[1:]
-        )
+        tree = DraftTree.from_nodes(fresh.pop(), [fresh.pop() for _ in parents[1:]], parents[1:])
         logits = target.verify([tree], cache, mask).logits[0]
         ancestors = tree.ancestor_mask()
         for node in range(len(tree)):
             if node not in tree.parents:  # a leaf; its path covers its ancestors
                 nodes = ancestors[node].nonzero()[0]
-                worst = max(
-                    worst,
-                    _difference(
-                        model, prefix, tree.token_ids[nodes].tolist(), logits[nodes]
-                    ),
-                )
+                worst = max(worst, _difference(model, prefix, tree.token_ids[nodes].tolist(), logits[nodes]))
         cache.commit([path])
         prefix = prefix + tree.token_ids[path].tolist()
     return worst
@@ -177,28 +149,18 @@ def _try_snapshot(model: Any) -> float:
 def _probe_text(model: Any) -> tuple[list[int], list[int]]:
     """A random prefix, longer than the attention window where that is short enough, and fresh tokens to draft."""
     config = model.config.get_text_config(decoder=True)
-    sizes = (
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    )
-    window = max(
-        (size for size in sizes if isinstance(size, int) and size < LONGEST_PREFIX),
-        default=0,
-    )
+    sizes = (getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None))
+    window = max((size for size in sizes if isinstance(size, int) and size < LONGEST_PREFIX), default=0)
     length = window + 9
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         length = max(min(length, limit - 16), 1)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(
-        0, config.vocab_size, (length + 40,), generator=generator
-    ).tolist()
+    tokens = torch.randint(0, config.vocab_size, (length + 40,), generator=generator).tolist()
     return tokens[:length], tokens[length:]
 
 
-def _difference(
-    model: Any, prefix: list[int], tokens: list[int], logits: torch.Tensor
-) -> float:
+def _difference(model: Any, prefix: list[int], tokens: list[int], logits: torch.Tensor) -> float:
     """Largest difference between `logits` and a plain forward over `prefix` and `tokens`, over the largest logit."""
     text = torch.tensor([prefix + tokens], device=model.device)
     plain = model(input_ids=text, use_cache=False).logits[0, len(prefix) :].float()
@@ -255,11 +217,7 @@ def reason_to_delegate(
     cache = cache_in(model_kwargs)
     if not generation_config.use_cache or cache is None:
         return "drafting needs the KV cache (use_cache=False, or the model brings a cache of its own)"
-    if (
-        capabilities.mode != "snapshot"
-        and not isinstance(cache, DraftCache)
-        and (why := unsupported_layer(cache))
-    ):
+    if capabilities.mode != "snapshot" and not isinstance(cache, DraftCache) and (why := unsupported_layer(cache)):
         return why
     for name, value in model_kwargs.items():
         if name not in _KNOWN_KWARGS and isinstance(value, torch.Tensor):
@@ -282,9 +240,7 @@ def reason_to_delegate(
     return None
 
 
-def _reason_against_batch(
-    model: Any, generation_config: Any, processors: Any, criteria: Any
-) -> str | None:
+def _reason_against_batch(model: Any, generation_config: Any, processors: Any, criteria: Any) -> str | None:
     if str(model.config._attn_implementation).startswith("flash"):
         return "flash attention can't verify rows of different lengths"
     for kind, items, known in (
@@ -292,13 +248,11 @@ def _reason_against_batch(
     ):  # fmt: skip
         for item in items:
             if type(item) not in known:
-                return f"the {kind} {type(item).__name__} may look at the whole batch, whose rows draft at their own pace"
-    has_eos = any(
-        isinstance(item, stopping_criteria.EosTokenCriteria) for item in criteria
-    )
-    if not has_eos and any(
-        isinstance(item, stopping_criteria.StopStringCriteria) for item in criteria
-    ):
+                return (
+                    f"the {kind} {type(item).__name__} may look at the whole batch, whose rows draft at their own pace"
+                )
+    has_eos = any(isinstance(item, stopping_criteria.EosTokenCriteria) for item in criteria)
+    if not has_eos and any(isinstance(item, stopping_criteria.StopStringCriteria) for item in criteria):
         return "without an EOS token, plain generate goes on with rows that met a stop string"
     if generation_config.output_attentions or generation_config.output_hidden_states:
         return "attentions and hidden states of rows that draft at their own pace have no common shape"
@@ -307,11 +261,7 @@ def _reason_against_batch(
 
 def _left_padded(mask: torch.Tensor) -> bool:
     """Whether each row of a 0/1 mask is zeros, then at least a one, then only ones."""
-    return (
-        mask.dim() == 2
-        and bool((mask.diff(dim=-1) >= 0).all())
-        and bool((mask[:, -1] == 1).all())
-    )
+    return mask.dim() == 2 and bool((mask.diff(dim=-1) >= 0).all()) and bool((mask[:, -1] == 1).all())
 
 
 def depth_limit(config: Any, length: int) -> int:
@@ -324,11 +274,7 @@ def depth_limit(config: Any, length: int) -> int:
     maximum = getattr(config, "max_position_embeddings", None)
     if isinstance(maximum, int) and maximum > 0:
         limits.append(maximum - 1 - length)
-    scaling = (
-        getattr(config, "rope_parameters", None)
-        or getattr(config, "rope_scaling", None)
-        or {}
-    )
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in ("dynamic", "longrope"):
         original = scaling.get("original_max_position_embeddings") or getattr(

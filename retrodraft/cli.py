@@ -24,32 +24,16 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
-Device = Annotated[
-    str, typer.Option(help="As torch names it, for instance cpu or cuda:0.")
-]
-Threads = Annotated[
-    int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")
-]
-Attn = Annotated[
-    str | None,
-    typer.Option(
-        help="Attention implementation: sdpa, eager, ...; default the model's."
-    ),
-]
-Budget = Annotated[
-    str,
-    typer.Option(
-        help="Draft nodes of a forward: a number, or auto (priced by the cost curve)."
-    ),
-]
+Device = Annotated[str, typer.Option(help="As torch names it, for instance cpu or cuda:0.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
+Attn = Annotated[str | None, typer.Option(help="Attention implementation: sdpa, eager, ...; default the model's.")]
+Budget = Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto (priced by the cost curve).")]
 Strategy = Annotated[str, typer.Option(help=f"{STRATEGY_NAMES}.")]
 
 
 @app.command()
 def generate(
-    prompt: Annotated[
-        str, typer.Argument(help="The user's message; - reads standard input.")
-    ],
+    prompt: Annotated[str, typer.Argument(help="The user's message; - reads standard input.")],
     model: Model = "embedded",
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -58,13 +42,9 @@ def generate(
     strategy: Strategy = "retro",
     budget: Budget = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 is greedy; above it samples.")
-    ] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above it samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    raw: Annotated[
-        bool, typer.Option(help="Feed the prompt as it is, without the chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option(help="Feed the prompt as it is, without the chat template.")] = False,
 ) -> None:
     """Stream the model's answer, then say on standard error what drafting saved.
 
@@ -79,11 +59,7 @@ def generate(
     from retrodraft.workloads import render_prompt
 
     rd, tokenizer = _wrapped(model, dtype, device, threads, attn, strategy, budget)
-    ids = (
-        tokenizer(text).input_ids
-        if raw
-        else render_prompt(tokenizer, [{"role": "user", "content": text}])
-    )
+    ids = tokenizer(text).input_ids if raw else render_prompt(tokenizer, [{"role": "user", "content": text}])
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature}
@@ -115,50 +91,24 @@ def demo(
 
 @app.command()
 def bench(
-    workload: Annotated[
-        Path,
-        typer.Option(help="jsonl of {id, category, messages}, or Spec-Bench's format."),
-    ],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o", "--output", help="Folder for results.json, results.md, results.png."
-        ),
-    ],
-    systems: Annotated[
-        str,
-        typer.Option(
-            help=f"Of plain, hf-prompt-lookup, {STRATEGY_NAMES}; comma between."
-        ),
-    ] = ("plain,hf-prompt-lookup,prompt_lookup,token_recycling,suffix,goose,retro"),
+    workload: Annotated[Path, typer.Option(help="jsonl of {id, category, messages}, or Spec-Bench's format.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for results.json, results.md, results.png.")],
+    systems: Annotated[str, typer.Option(help=f"Of plain, hf-prompt-lookup, {STRATEGY_NAMES}; comma between.")] = (
+        "plain,hf-prompt-lookup,prompt_lookup,token_recycling,suffix,goose,retro"
+    ),
     model: Model = "embedded",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = 0,
     attn: Attn = None,
     budget: Budget = "auto",
-    limit: Annotated[
-        int,
-        typer.Option(min=0, help="Prompts, evenly spread over the file; 0 takes all."),
-    ] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Prompts, evenly spread over the file; 0 takes all.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    max_prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Longer prompts are left out, and counted.")
-    ] = 4096,
-    temperature: Annotated[
-        float,
-        typer.Option(min=0.0, help="0 is greedy; above it samples, one seed for all."),
-    ] = 0.0,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out, and counted.")] = 4096,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above it samples, one seed for all.")] = 0.0,
     seed: int = 0,
-    warm: Annotated[
-        bool,
-        typer.Option(
-            "--warm/--cold", help="Keep what was learned from prompt to prompt."
-        ),
-    ] = False,
-    reproducible: Annotated[
-        bool, typer.Option(help="Verify with one constant shape (see RetroDraft).")
-    ] = False,
+    warm: Annotated[bool, typer.Option("--warm/--cold", help="Keep what was learned from prompt to prompt.")] = False,
+    reproducible: Annotated[bool, typer.Option(help="Verify with one constant shape (see RetroDraft).")] = False,
 ) -> None:
     """Run systems side by side, interleaved prompt by prompt, and check every output against plain generate's.
 
@@ -179,9 +129,7 @@ def bench(
 
 @app.command()
 def profile(
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="PNG of the curve.")
-    ] = Path("cost_curve.png"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="PNG of the curve.")] = Path("cost_curve.png"),
     model: Model = "embedded",
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -204,9 +152,7 @@ def profile(
     typer.echo(f"wrote {output}")
 
 
-def _load(
-    model: str, dtype: str, device: str, threads: int, attn: str | None
-) -> tuple[Any, Any]:
+def _load(model: str, dtype: str, device: str, threads: int, attn: str | None) -> tuple[Any, Any]:
     import torch
     import transformers
 
@@ -220,13 +166,7 @@ def _load(
 
 
 def _wrapped(
-    model: str,
-    dtype: str,
-    device: str,
-    threads: int,
-    attn: str | None,
-    strategy: str,
-    budget: str,
+    model: str, dtype: str, device: str, threads: int, attn: str | None, strategy: str, budget: str
 ) -> tuple[Any, Any]:
     from retrodraft.strategy import STRATEGIES
 
@@ -244,9 +184,7 @@ def parse_budget(text: str) -> int | str:
     if text == "auto":
         return text
     if not text.isdecimal() or not 0 <= int(text) <= 1024:
-        raise ValueError(
-            f"budget must be auto or a whole number from 0 to 1024; got {text!r}"
-        )
+        raise ValueError(f"budget must be auto or a whole number from 0 to 1024; got {text!r}")
     return int(text)
 
 
@@ -255,10 +193,7 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        typer.echo(
-            f"retrodraft: {str(error).splitlines()[0] if str(error) else error!r}",
-            err=True,
-        )
+        typer.echo(f"retrodraft: {str(error).splitlines()[0] if str(error) else error!r}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         typer.echo("retrodraft: interrupted", err=True)

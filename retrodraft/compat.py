@@ -12,23 +12,16 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 # 5.2x renamed the keyword `past_key_values` of forward, generate and the outputs to `cache`.
 CACHE_ARG = (
     "cache"
-    if "cache"
-    in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
-INDEXED_LAYER = getattr(
-    cache_utils, "DynamicIndexedLayer", None
-)  # sparse attention (DeepSeek 3.2)
-DUMMY_LAYER = getattr(
-    cache_utils, "DummyLayer", None
-)  # layers that share another one's keys and values
+INDEXED_LAYER = getattr(cache_utils, "DynamicIndexedLayer", None)  # sparse attention (DeepSeek 3.2)
+DUMMY_LAYER = getattr(cache_utils, "DummyLayer", None)  # layers that share another one's keys and values
 
 
 def decoding_methods() -> dict[Any, str]:
     """Generation mode -> name of the `GenerationMixin` method that decodes it, for the modes the library holds."""
-    return {
-        mode: name for mode, name in GENERATION_MODES_MAPPING.items() if "/" not in name
-    }
+    return {mode: name for mode, name in GENERATION_MODES_MAPPING.items() if "/" not in name}
 
 
 def cache_in(kwargs: dict[str, Any]) -> Any:

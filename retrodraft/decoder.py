@@ -76,9 +76,7 @@ class RetroDraft:
         self.strategy = make_strategy(strategy, self.vocab_size)
         self.capabilities = probe(model)
         self._fixed_budget = fixed
-        self._budget: Budget | None = (
-            None  # the cost curve is measured when the first call needs it
-        )
+        self._budget: Budget | None = None  # the cost curve is measured when the first call needs it
         self._target = TargetModel(model)
         self._view = _drafting_view(self)
         self._lock = threading.Lock()  # the learned state is shared by threads
@@ -108,9 +106,7 @@ class RetroDraft:
     ) -> Any:
         """The decoding loop in the form of HF's `custom_generate` callables: `generate(..., custom_generate=rd)`."""
         if model is not self.model and model is not self._view:
-            raise ValueError(
-                "this RetroDraft was made for another model: wrap the one that generates"
-            )
+            raise ValueError("this RetroDraft was made for another model: wrap the one that generates")
         streamer = streamer if streamer is not None else streamer_of_caller()
         mode = decoding_methods().get(generation_config.get_generation_mode())
         if mode == "_sample":
@@ -122,12 +118,7 @@ class RetroDraft:
             reason = f"{(mode or 'this mode').strip('_')} keeps several hypotheses or has a drafter of its own"
         if reason is None:
             return self._decode(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                model_kwargs,
+                input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
             )
         self._warn_once(reason)
         plain = getattr(type(self.model), mode or "_sample")
@@ -189,18 +180,11 @@ class RetroDraft:
         with harvest.listening() if self.strategy.top_k else contextlib.nullcontext():
             output = batch.prefill()
         for index, row in enumerate(batch.rows):
-            top = harvest.read(
-                index, min(len(row.prompt), HARVESTED_PROMPT), self.strategy.top_k
-            )
+            top = harvest.read(index, min(len(row.prompt), HARVESTED_PROMPT), self.strategy.top_k)
             root, acceptance = batch.walk_prefill(index, output)
             with self._lock:
                 row.drafts.begin(row.prompt, top)
-                row.drafts.commit(
-                    root,
-                    acceptance.path,
-                    np.array(acceptance.token_ids, np.int32),
-                    None,
-                )
+                row.drafts.commit(root, acceptance.path, np.array(acceptance.token_ids, np.int32), None)
         batch.stats.num_target_forwards += 1
         batch.stats.num_row_forwards += len(batch.rows)
         batch.stats.num_new_tokens += len(batch.rows)
@@ -237,15 +221,8 @@ class RetroDraft:
         if row.finished:
             return DraftTree.root_only(0)
         config = self.model.config.get_text_config(decoder=True)
-        depth = min(
-            row.remaining - 1,
-            depth_limit(config, row.length),
-            self._max_depth or MAX_NODES,
-        )
-        room = min(
-            node_limit(config, row.length),
-            MAX_NODES if self._fixed_budget is None else self._fixed_budget,
-        )
+        depth = min(row.remaining - 1, depth_limit(config, row.length), self._max_depth or MAX_NODES)
+        room = min(node_limit(config, row.length), MAX_NODES if self._fixed_budget is None else self._fixed_budget)
         assert self._budget is not None
         with self._lock:
             prices = self._budget.prices(row.length, room)
@@ -253,42 +230,29 @@ class RetroDraft:
                 return DraftTree.root_only(row.root)
             return row.drafts.draft(prices, depth, self.capabilities.mode != "tree")
 
-    def _learn(
-        self, row: Any, tree: DraftTree, acceptance: Any, top: Any, batch: Batch
-    ) -> None:
+    def _learn(self, row: Any, tree: DraftTree, acceptance: Any, top: Any, batch: Batch) -> None:
         """Tell the strategy and the budget what came of a tree, and count it."""
         assert self._budget is not None
         with self._lock:
-            row.drafts.commit(
-                tree, acceptance.path, np.array(acceptance.token_ids, np.int32), top
-            )
+            row.drafts.commit(tree, acceptance.path, np.array(acceptance.token_ids, np.int32), top)
             self._budget.learn(row.length, len(tree) - 1, len(acceptance.token_ids))
         batch.count(tree, acceptance, self.strategy.proposers)
 
     def _top(self, logits: torch.Tensor, tree: DraftTree) -> Any:
-        return (
-            top_logits(logits[: len(tree)], self.strategy.top_k)
-            if self.strategy.top_k
-            else None
-        )
+        return top_logits(logits[: len(tree)], self.strategy.top_k) if self.strategy.top_k else None
 
     def _prepare_budget(self) -> None:
         with self._lock:
             if self._budget is None:
                 curve = None
-                if self._fixed_budget is None and self.capabilities.mode in (
-                    "tree",
-                    "chain",
-                ):
+                if self._fixed_budget is None and self.capabilities.mode in ("tree", "chain"):
                     curve = cached_cost_curve(self.model)
                 self._budget = Budget(self._fixed_budget, curve)
 
     def _warn_once(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(
-                f"retrodraft leaves this call to plain generate: {reason}", stacklevel=4
-            )
+            warnings.warn(f"retrodraft leaves this call to plain generate: {reason}", stacklevel=4)
 
 
 def _drafting_view(rd: RetroDraft) -> Any:
@@ -304,21 +268,13 @@ def _drafting_view(rd: RetroDraft) -> Any:
 
     def leave(name: str) -> Any:
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            rd._warn_once(
-                f"{name.strip('_')} keeps several hypotheses or has a drafter of its own"
-            )
+            rd._warn_once(f"{name.strip('_')} keeps several hypotheses or has a drafter of its own")
             return getattr(base, name)(rd.model, *args, **kwargs)
 
         return delegate
 
-    others = {
-        name: leave(name) for name in set(decoding_methods().values()) - {"_sample"}
-    }
-    view_class = type(
-        base.__name__,
-        (base,),
-        {"_sample": _sample, **others, "__module__": base.__module__},
-    )
+    others = {name: leave(name) for name in set(decoding_methods().values()) - {"_sample"}}
+    view_class = type(base.__name__, (base,), {"_sample": _sample, **others, "__module__": base.__module__})
     view: Any = object.__new__(view_class)
     view.__dict__ = rd.model.__dict__
     return view
@@ -331,10 +287,7 @@ def _checked_model(model: Any) -> Any:
             "load one with AutoModelForCausalLM.from_pretrained"
         )
     language_model: Any = model
-    if (
-        not language_model.config.is_encoder_decoder
-        and language_model.get_output_embeddings() is None
-    ):
+    if not language_model.config.is_encoder_decoder and language_model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-modeling head: load it with AutoModelForCausalLM"
         )

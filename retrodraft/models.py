@@ -21,10 +21,7 @@ _COMPLETE = "complete"  # marks a converted folder whose files were all written
 
 
 def load_model(
-    name: str = EMBEDDED,
-    dtype: str = "float32",
-    device: str = "cpu",
-    attn: str | None = None,
+    name: str = EMBEDDED, dtype: str = "float32", device: str = "cpu", attn: str | None = None
 ) -> tuple[Any, Any]:
     """A causal LM in eval mode, and its tokenizer.
 
@@ -40,29 +37,21 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     source = _source(name)
-    options: dict[str, Any] = {
-        "dtype": dtype if dtype == "auto" else getattr(torch, dtype)
-    }
+    options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     if attn is not None:
         options["attn_implementation"] = attn
     try:
         model = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"model {name!r} can't be loaded: {_first_line(error)}"
-        ) from error
+        raise ValueError(f"model {name!r} can't be loaded: {_first_line(error)}") from error
     try:
         model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {device!r} can't be used: {_first_line(error)}"
-        ) from error
+        raise ValueError(f"device {device!r} can't be used: {_first_line(error)}") from error
     tokenizer = load_tokenizer(name)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise ValueError(
-            f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model only {rows} rows"
-        )
+        raise ValueError(f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model only {rows} rows")
     return model, tokenizer
 
 
@@ -71,16 +60,12 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     try:
         return AutoTokenizer.from_pretrained(_source(name))
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(
-            f"tokenizer {name!r} can't be loaded: {_first_line(error)}"
-        ) from error
+        raise ValueError(f"tokenizer {name!r} can't be loaded: {_first_line(error)}") from error
 
 
 def _source(name: str) -> str:
     if not name:
-        raise ValueError(
-            "model must be 'embedded', a folder or a name on the hub; got an empty name"
-        )
+        raise ValueError("model must be 'embedded', a folder or a name on the hub; got an empty name")
     return str(embedded_folder()) if name == EMBEDDED else name
 
 
@@ -106,15 +91,11 @@ def _convert(folder: Path) -> None:
         )
     home = Path(package.submodule_search_locations[0])
     weights = next(home.glob("*.gguf"))
-    source = AutoModelForCausalLM.from_pretrained(
-        home, gguf_file=weights.name, dtype=torch.float32
-    )
+    source = AutoModelForCausalLM.from_pretrained(home, gguf_file=weights.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=weights.name)
     config = source.config
     if hasattr(config, "quantization_config"):
-        del (
-            config.quantization_config
-        )  # the weights are plain by now, and save_pretrained refuses otherwise
+        del config.quantization_config  # the weights are plain by now, and save_pretrained refuses otherwise
     model = type(source)(config)
     model.load_state_dict(source.state_dict())
     model.generation_config = source.generation_config
@@ -122,9 +103,7 @@ def _convert(folder: Path) -> None:
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        sizes = [
-            f"{path.name} {path.stat().st_size}" for path in sorted(temporary.iterdir())
-        ]
+        sizes = [f"{path.name} {path.stat().st_size}" for path in sorted(temporary.iterdir())]
         (temporary / _COMPLETE).write_text("\n".join(sizes), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)

@@ -12,23 +12,15 @@ class Recorder:
 
     def __init__(self, generation_config: Any, layer_windows: list[int | None]) -> None:
         wanted = bool(generation_config.return_dict_in_generate)
-        self.logits: list[torch.Tensor] | None = (
-            [] if wanted and generation_config.output_logits else None
-        )
-        self.attentions: list[Any] | None = (
-            [] if wanted and generation_config.output_attentions else None
-        )
-        self.hidden_states: list[Any] | None = (
-            [] if wanted and generation_config.output_hidden_states else None
-        )
+        self.logits: list[torch.Tensor] | None = [] if wanted and generation_config.output_logits else None
+        self.attentions: list[Any] | None = [] if wanted and generation_config.output_attentions else None
+        self.hidden_states: list[Any] | None = [] if wanted and generation_config.output_hidden_states else None
         self.layer_windows = layer_windows
 
     def record_prefill(self, output: Any, row: int) -> None:
         """The first token's entries come from the prompt's forward, whole."""
         if self.logits is not None:
-            self.logits.append(
-                output.logits[row : row + 1, -1].to(copy=True, dtype=torch.float32)
-            )
+            self.logits.append(output.logits[row : row + 1, -1].to(copy=True, dtype=torch.float32))
         if self.attentions is not None:
             self.attentions.append(output.attentions)
         if self.hidden_states is not None:
@@ -39,15 +31,9 @@ class Recorder:
         for depth, node in enumerate(path):
             query = offset + node
             if self.logits is not None:
-                self.logits.append(
-                    output.logits[row : row + 1, query].to(
-                        copy=True, dtype=torch.float32
-                    )
-                )
+                self.logits.append(output.logits[row : row + 1, query].to(copy=True, dtype=torch.float32))
             if self.hidden_states is not None:
-                self.hidden_states.append(
-                    tuple(layer[:, query : query + 1] for layer in output.hidden_states)
-                )
+                self.hidden_states.append(tuple(layer[:, query : query + 1] for layer in output.hidden_states))
             if self.attentions is not None:
                 visible = [offset + kept for kept in path[: depth + 1]]
                 self.attentions.append(
@@ -58,9 +44,7 @@ class Recorder:
                 )
 
 
-def _attention_row(
-    layer: torch.Tensor, query: int, visible: list[int], window: int | None
-) -> torch.Tensor:
+def _attention_row(layer: torch.Tensor, query: int, visible: list[int], window: int | None) -> torch.Tensor:
     """Attention [1, heads, 1, keys] of one query as plain decoding has it: the committed keys, then its ancestors."""
     prefix = layer.shape[-1] - layer.shape[-2]
     columns = list(range(prefix)) + [prefix + node for node in visible]
@@ -73,7 +57,4 @@ def stacked(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
     """One [batch_size, vocab_size] tensor a step; rows that had finished by then have zeros."""
     steps = max(len(row) for row in rows)
     blank = torch.zeros_like(rows[0][0])
-    return tuple(
-        torch.cat([row[step] if step < len(row) else blank for row in rows])
-        for step in range(steps)
-    )
+    return tuple(torch.cat([row[step] if step < len(row) else blank for row in rows]) for step in range(steps))

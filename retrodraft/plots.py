@@ -10,9 +10,7 @@ def _axes(width: float, height: float) -> tuple[Any, Any]:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError(
-            "plots need matplotlib: pip install 'retrodraft[plots]'"
-        ) from error
+        raise ValueError("plots need matplotlib: pip install 'retrodraft[plots]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -23,12 +21,7 @@ def plot_cost_curve(curve: Any, path: Path) -> None:
     """Latency of a verify forward by its number of tokens, a line for each context length; writes a PNG."""
     figure, axes = _axes(6.4, 4.0)
     for length, seconds in zip(curve.context_lengths, curve.seconds, strict=True):
-        axes.plot(
-            curve.tree_sizes,
-            [1e3 * value for value in seconds],
-            marker="o",
-            label=f"{length} tokens of context",
-        )
+        axes.plot(curve.tree_sizes, [1e3 * value for value in seconds], marker="o", label=f"{length} tokens of context")
     axes.set_xlabel("tokens in the forward (root and draft nodes)")
     axes.set_ylabel("milliseconds")
     axes.set_ylim(bottom=0)
@@ -45,20 +38,14 @@ def plot_speedups(results: dict[str, Any], path: Path) -> None:
     width = 0.8 / len(systems)
     for index, name in enumerate(systems):
         record = results["systems"][name]
-        cells = [
-            record["overall"],
-            *(record["categories"][category] for category in categories[1:]),
-        ]
+        cells = [record["overall"], *(record["categories"][category] for category in categories[1:])]
         speedups = [cell["speedup_over_plain"] for cell in cells]
         middles = [value["median"] for value in speedups]
         spread = [
             [max(value["median"] - value["low"], 0) for value in speedups],
             [max(value["high"] - value["median"], 0) for value in speedups],
         ]
-        places = [
-            position + (index - (len(systems) - 1) / 2) * width
-            for position in range(len(categories))
-        ]
+        places = [position + (index - (len(systems) - 1) / 2) * width for position in range(len(categories))]
         axes.bar(places, middles, width, yerr=spread, label=name, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", lw=0.8)
     axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")

@@ -7,43 +7,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = (
-    "system",
-    "tokens/s",
-    "speedup",
-    "tokens/forward",
-    "nodes/forward",
-    "draft µs p50",
-    "p99",
-    "equal",
-)
+COLUMNS = ("system", "tokens/s", "speedup", "tokens/forward", "nodes/forward", "draft µs p50", "p99", "equal")
 
 
 def print_cost_curve(curve: Any) -> None:
     """Milliseconds by tokens in the forward and context length, with the ratio to one token."""
-    table = Table(
-        "tokens", *(f"{length} context: ms (ratio)" for length in curve.context_lengths)
-    )
+    table = Table("tokens", *(f"{length} context: ms (ratio)" for length in curve.context_lengths))
     for index, size in enumerate(curve.tree_sizes):
-        cells = [
-            f"{1e3 * row[index]:.1f} ({row[index] / row[0]:.2f})"
-            for row in curve.seconds
-        ]
+        cells = [f"{1e3 * row[index]:.1f} ({row[index] / row[0]:.2f})" for row in curve.seconds]
         table.add_row(str(size), *cells)
     Console().print(table)
 
 
-def result_rows(
-    results: dict[str, Any], category: str | None = None
-) -> list[list[str]]:
+def result_rows(results: dict[str, Any], category: str | None = None) -> list[list[str]]:
     """A row of texts for each system, in the order of COLUMNS; None is overall."""
     rows = []
     for name, record in results["systems"].items():
-        cell = (
-            record["overall"]
-            if category is None
-            else record["categories"].get(category)
-        )
+        cell = record["overall"] if category is None else record["categories"].get(category)
         if cell is None:
             continue
         speedup = cell["speedup_over_plain"]
@@ -78,16 +58,9 @@ def markdown(results: dict[str, Any]) -> str:
         "Speedup: median of the per-prompt ratios to plain generate in the same run, with a 95 % bootstrap interval.",
     ]  # fmt: skip
     for category in (None, *results["categories"]):
-        lines += [
-            "",
-            f"## {category or 'All categories'}",
-            "",
-            "| " + " | ".join(COLUMNS) + " |",
-        ]
+        lines += ["", f"## {category or 'All categories'}", "", "| " + " | ".join(COLUMNS) + " |"]
         lines.append("|" + "---|" * len(COLUMNS))
-        lines += [
-            "| " + " | ".join(row) + " |" for row in result_rows(results, category)
-        ]
+        lines += ["| " + " | ".join(row) + " |" for row in result_rows(results, category)]
     if results["first_differences"]:
         lines += [
             "",

@@ -20,10 +20,7 @@ from retrodraft.kernels.tree import build
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree, Int32
 
-ACCEPTED_RATE, REJECTED_RATE = (
-    0.5,
-    0.25,
-)  # how far a row moves towards logits seen on the text, and beside it
+ACCEPTED_RATE, REJECTED_RATE = (0.5, 0.25)  # how far a row moves towards logits seen on the text, and beside it
 PRIOR_TRIALS = 20.0  # how many outcomes a shipped hit rate is worth
 SCOPE_REQUEST = 0
 
@@ -35,9 +32,7 @@ class Calibration:
         with (files("retrodraft") / "data" / "priors.npy").open("rb") as file:
             self._priors = np.load(file, allow_pickle=False).astype(np.float32)
         if self._priors.shape != (NUM_CELLS,):
-            raise ValueError(
-                f"priors.npy holds {self._priors.shape} hit rates, this version needs ({NUM_CELLS},)"
-            )
+            raise ValueError(f"priors.npy holds {self._priors.shape} hit rates, this version needs ({NUM_CELLS},)")
         self.reset()
 
     def reset(self) -> None:
@@ -87,14 +82,10 @@ class RetroRow:
         self.context[2 - len(newest) :] = newest
         if top is not None and len(top):
             tokens = token_ids[len(token_ids) - len(top) :]
-            before = np.concatenate([np.full(1, -1, np.int32), token_ids])[
-                len(token_ids) - len(top) : len(token_ids)
-            ]
+            before = np.concatenate([np.full(1, -1, np.int32), token_ids])[len(token_ids) - len(top) : len(token_ids)]
             self._learn_rows(before, tokens, top, ACCEPTED_RATE)
 
-    def draft(
-        self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool
-    ) -> DraftTree:
+    def draft(self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool) -> DraftTree:
         """The tree worth most over its price; see `StrategyRow.draft`."""
         size = len(prices)
         tree = DraftTree(
@@ -111,33 +102,22 @@ class RetroRow:
             tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources,
         )  # fmt: skip
         return DraftTree(
-            tree.token_ids[:count],
-            tree.parents[:count],
-            tree.depths[:count],
-            tree.probs[:count],
-            tree.sources[:count],
+            tree.token_ids[:count], tree.parents[:count], tree.depths[:count], tree.probs[:count], tree.sources[:count]
         )
 
-    def commit(
-        self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None
-    ) -> None:
+    def commit(self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None) -> None:
         """Judge every candidate of the visited nodes, append the emitted tokens, blend the target's logits in."""
         visited = np.array(path, np.int64)
         width = self.shared.top_k
         if top is None:
-            top_ids, top_probs = (
-                np.full((len(path), width), -1, np.int32),
-                np.zeros((len(path), width), np.float32),
-            )
+            top_ids, top_probs = (np.full((len(path), width), -1, np.int32), np.zeros((len(path), width), np.float32))
         else:
             top_ids, top_probs = top.token_ids[visited], top.probs[visited]
             rejected = np.setdiff1d(np.flatnonzero(top.token_ids[:, 0] >= 0), visited)
             if len(rejected):
                 others = TopLogits(top.token_ids[rejected], top.probs[rejected])
                 before = tree.token_ids[tree.parents[rejected]]
-                self._learn_rows(
-                    before, tree.token_ids[rejected], others, REJECTED_RATE
-                )
+                self._learn_rows(before, tree.token_ids[rejected], others, REJECTED_RATE)
         self.shared.clock += 1
         done = 0
         while done < len(token_ids):
@@ -150,13 +130,9 @@ class RetroRow:
             if done < len(token_ids):
                 self.automata[0].reserve(int(token_ids[done]))
 
-    def _learn_rows(
-        self, before: Int32, tokens: Int32, top: TopLogits, rate: float
-    ) -> None:
+    def _learn_rows(self, before: Int32, tokens: Int32, top: TopLogits, rate: float) -> None:
         arrays = self.shared.adjacency.arrays
-        learning.learn_rows(
-            arrays, before, tokens, top.token_ids, top.probs, rate, self.shared.clock
-        )
+        learning.learn_rows(arrays, before, tokens, top.token_ids, top.probs, rate, self.shared.clock)
 
     def _stores(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
         return tuple((a.states, a.edges, a.table, a.meta) for a in self.automata)

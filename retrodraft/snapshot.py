@@ -22,20 +22,14 @@ class SnapshotVerifier:
 
     def __init__(self, model: Any, cache: Cache | None = None) -> None:
         self.model = model
-        self.cache = (
-            cache
-            if cache is not None
-            else DynamicCache(config=model.config.get_text_config(decoder=True))
-        )
+        self.cache = cache if cache is not None else DynamicCache(config=model.config.get_text_config(decoder=True))
         self.replay: list[int] = []  # accepted tokens that are not in the cache
         self._fed: list[int] = []  # tokens of the last forward
         self._snapshot: list[Any] = []
 
     def prefill(self, input_ids: torch.Tensor) -> Any:
         """Feed the prompt [1, length]; returns the model's output."""
-        return self.model(
-            input_ids=input_ids, use_cache=True, **{CACHE_ARG: self.cache}
-        )
+        return self.model(input_ids=input_ids, use_cache=True, **{CACHE_ARG: self.cache})
 
     def verify(self, token_ids: list[int], **forward_kwargs: Any) -> torch.Tensor:
         """Logits [len(token_ids), vocab_size] after each of the tokens, root first."""
@@ -49,9 +43,7 @@ class SnapshotVerifier:
         self._snapshot = [_copied(layer) for layer in self.cache.layers]
         self._fed = self.replay + token_ids
         ids = torch.tensor([self._fed], device=self.model.device)
-        return self.model(
-            input_ids=ids, use_cache=True, **{CACHE_ARG: self.cache}, **forward_kwargs
-        )
+        return self.model(input_ids=ids, use_cache=True, **{CACHE_ARG: self.cache}, **forward_kwargs)
 
     def commit(self, accepted: int) -> None:
         """Keep the first `accepted` tokens of the last `verify`."""

@@ -17,63 +17,41 @@ class DecodingStats:
 
     num_calls: int = 0
     num_prompt_tokens: int = 0  # tokens of the prompts, cached ones included
-    num_cached_tokens: int = (
-        0  # prompt tokens whose keys and values came from a passed-in cache
-    )
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values came from a passed-in cache
     num_new_tokens: int = 0  # tokens emitted, all rows
-    num_target_forwards: int = (
-        0  # prefill and verify forwards of the target, each once for the whole batch
-    )
+    num_target_forwards: int = 0  # prefill and verify forwards of the target, each once for the whole batch
     num_row_forwards: int = 0  # the same, counted once for each unfinished row
     num_drafts: int = 0  # verify steps of a row whose draft tree had at least one node
     num_draft_tokens: int = 0  # nodes verified, roots not counted
     num_accepted_tokens: int = 0  # draft tokens that the target agreed with
-    acceptance_histogram: Counter[int] = field(
-        default_factory=Counter
-    )  # accepted draft tokens of a draft -> drafts
+    acceptance_histogram: Counter[int] = field(default_factory=Counter)  # accepted draft tokens of a draft -> drafts
     num_draft_tokens_by_proposer: Counter[str] = field(default_factory=Counter)
     num_accepted_tokens_by_proposer: Counter[str] = field(default_factory=Counter)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0  # candidates and tree building
     verify_seconds: float = 0.0  # target forwards over a tree (or over the root alone)
     commit_seconds: float = 0.0  # accept walk, KV rows, stores and calibration
-    draft_us: list[float] = field(
-        default_factory=list
-    )  # drafting time of each step, microseconds: build + learn
+    draft_us: list[float] = field(default_factory=list)  # drafting time of each step, microseconds: build + learn
 
     @property
     def tokens_per_forward(self) -> float:
         """New tokens of a row for each target forward it took part in; plain decoding is 1.0."""
-        return (
-            self.num_new_tokens / self.num_row_forwards
-            if self.num_row_forwards
-            else 0.0
-        )
+        return self.num_new_tokens / self.num_row_forwards if self.num_row_forwards else 0.0
 
     @property
     def nodes_per_forward(self) -> float:
         """Draft nodes verified in a row's average target forward; the root is not counted."""
-        return (
-            self.num_draft_tokens / self.num_row_forwards
-            if self.num_row_forwards
-            else 0.0
-        )
+        return self.num_draft_tokens / self.num_row_forwards if self.num_row_forwards else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens gained by a draft, the bonus token included, as vLLM counts it."""
-        return 1.0 + (
-            self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
-        )
+        return 1.0 + (self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0)
 
     @property
     def draft_acceptance_rate(self) -> float:
         """Share of the verified draft nodes that were accepted."""
-        return (
-            self.num_accepted_tokens / self.num_draft_tokens
-            if self.num_draft_tokens
-            else 0.0
-        )
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def draft_us_quantile(self, q: float) -> float:
         """Quantile `q` (0..1) of the drafting time of a step, in microseconds."""
@@ -82,36 +60,19 @@ class DecodingStats:
 
     def __add__(self, other: DecodingStats) -> DecodingStats:
         """The sum of two records; drafting times keep the latest 10,000 steps."""
-        merged = {
-            name: getattr(self, name) + getattr(other, name)
-            for name in self.__dataclass_fields__
-        }
+        merged = {name: getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__}
         merged["draft_us"] = merged["draft_us"][-10_000:]
         return DecodingStats(**merged)
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and rates as JSON-ready values; the list of single drafting times becomes two quantiles."""
-        record: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in self.__dataclass_fields__
-            if name != "draft_us"
-        }
-        record["acceptance_histogram"] = {
-            str(k): v for k, v in sorted(self.acceptance_histogram.items())
-        }
+        record: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "draft_us"}
+        record["acceptance_histogram"] = {str(k): v for k, v in sorted(self.acceptance_histogram.items())}
         for name in ("num_draft_tokens_by_proposer", "num_accepted_tokens_by_proposer"):
             record[name] = dict(record[name])
-        for name in (
-            "tokens_per_forward",
-            "nodes_per_forward",
-            "mean_acceptance_length",
-            "draft_acceptance_rate",
-        ):
+        for name in ("tokens_per_forward", "nodes_per_forward", "mean_acceptance_length", "draft_acceptance_rate"):
             record[name] = getattr(self, name)
-        record["draft_us_p50"], record["draft_us_p99"] = (
-            self.draft_us_quantile(0.5),
-            self.draft_us_quantile(0.99),
-        )
+        record["draft_us_p50"], record["draft_us_p99"] = (self.draft_us_quantile(0.5), self.draft_us_quantile(0.99))
         return record
 
     def __str__(self) -> str:

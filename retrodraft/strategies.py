@@ -10,9 +10,7 @@ from retrodraft.strategy import STRATEGIES, Strategy
 def make_strategy(name: str, vocab_size: int) -> Strategy:
     """A fresh strategy for a vocabulary of `vocab_size` embedding rows; raises ValueError for an unknown name."""
     if name not in STRATEGIES:
-        raise ValueError(
-            f"strategy must be one of {', '.join(STRATEGIES)}; got {name!r}"
-        )
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {name!r}")
     if name == "retro":
         from retrodraft.retro import RetroStrategy
 

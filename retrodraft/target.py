@@ -38,26 +38,17 @@ def _tree_mask(plain: Any) -> Any:
         layout: TreeLayout | None = getattr(_local, "layout", None)
         if layout is None or kwargs.get("q_length") != layout.num_nodes:
             return plain(*args, **kwargs)
-        causal = (
-            kwargs["mask_function"] is masking_utils.causal_mask_function
-            and not kwargs["kv_offset"]
-        )
+        causal = kwargs["mask_function"] is masking_utils.causal_mask_function and not kwargs["kv_offset"]
         if causal and layout.prefix_mask is not None:
-            return layout.prefix_mask.cut(
-                layout.ancestors[0], kwargs["kv_length"] - layout.num_nodes
-            )
-        kwargs["mask_function"] = tree_mask_function(
-            layout, kwargs["mask_function"], kwargs["q_offset"]
-        )
+            return layout.prefix_mask.cut(layout.ancestors[0], kwargs["kv_length"] - layout.num_nodes)
+        kwargs["mask_function"] = tree_mask_function(layout, kwargs["mask_function"], kwargs["q_offset"])
         kwargs["allow_is_causal_skip"] = False
         return plain(*args, **kwargs)
 
     return build
 
 
-def _use_gqa(
-    attention_mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor
-) -> bool:
+def _use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
     # Without it transformers repeats the whole cache once for each query head, at every layer of every forward. On the
     # GPU a masked grouped query would fall to the slow math kernel, so there its own choice stands.
     if key.device.type == "cpu" and getattr(_local, "layout", None) is not None:
@@ -97,10 +88,7 @@ class TargetModel:
         self._implementation: str = model.config._attn_implementation
         dtype = model.dtype
         if self._implementation == "eager":
-            self._mask_values = (
-                torch.zeros((), dtype=dtype),
-                torch.tensor(torch.finfo(dtype).min, dtype=dtype),
-            )
+            self._mask_values = (torch.zeros((), dtype=dtype), torch.tensor(torch.finfo(dtype).min, dtype=dtype))
         else:
             self._mask_values = torch.tensor(True), torch.tensor(False)
 
@@ -133,11 +121,7 @@ class TargetModel:
             positions = layout.position_ids
         else:
             positions = torch.tensor([cache.lengths], device=device)
-        kwargs: dict[str, Any] = {
-            "input_ids": token_ids.to(device),
-            CACHE_ARG: cache,
-            "use_cache": True,
-        }
+        kwargs: dict[str, Any] = {"input_ids": token_ids.to(device), CACHE_ARG: cache, "use_cache": True}
         if self._takes_positions:
             kwargs["position_ids"] = positions
         cache.stage()
@@ -150,11 +134,7 @@ class TargetModel:
                 layout.prefix_mask.clear(cache.lengths[0], nodes)
 
     def _layout(
-        self,
-        trees: list[DraftTree],
-        nodes: int,
-        cache: DraftCache,
-        prefix_mask: PrefixMask | None,
+        self, trees: list[DraftTree], nodes: int, cache: DraftCache, prefix_mask: PrefixMask | None
     ) -> TreeLayout:
         depths = torch.zeros(len(trees), nodes, dtype=torch.long)
         ancestors = torch.zeros(len(trees), nodes, nodes, dtype=torch.bool)
@@ -162,17 +142,10 @@ class TargetModel:
             count = len(tree)
             depths[row, :count] = torch.from_numpy(tree.depths)
             ancestors[row, :count, :count] = torch.from_numpy(tree.ancestor_mask())
-            ancestors[row, range(count, nodes), range(count, nodes)] = (
-                True  # a padding node sees itself, no NaN
-            )
+            ancestors[row, range(count, nodes), range(count, nodes)] = True  # a padding node sees itself, no NaN
         device = self.model.device
         lengths = torch.tensor(cache.lengths, device=device)
-        return TreeLayout(
-            lengths,
-            depths.to(device),
-            ancestors.to(device),
-            prefix_mask if len(trees) == 1 else None,
-        )
+        return TreeLayout(lengths, depths.to(device), ancestors.to(device), prefix_mask if len(trees) == 1 else None)
 
 
 def top_logits(logits: torch.Tensor, k: int) -> TopLogits:
@@ -198,20 +171,12 @@ class PromptHarvest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Keep the hidden states of the forwards inside."""
-        if (
-            self._head is None
-            or self._decoder is None
-            or not isinstance(self._decoder, torch.nn.Module)
-        ):
+        if self._head is None or self._decoder is None or not isinstance(self._decoder, torch.nn.Module):
             yield
             return
 
         def keep(module: Any, args: Any, output: Any) -> None:
-            self._hidden = (
-                output[0]
-                if isinstance(output, tuple)
-                else getattr(output, "last_hidden_state", None)
-            )
+            self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
 
         handle = self._decoder.register_forward_hook(keep)
         try:
@@ -226,8 +191,6 @@ class PromptHarvest:
         hidden = self._hidden[row, max(self._hidden.shape[1] - count, 0) :]
         if not len(hidden) or hidden.shape[-1] != self._head.weight.shape[-1]:
             return None
-        parts = [
-            top_logits(self._head(chunk), k) for chunk in hidden.split(HARVEST_CHUNK)
-        ]
+        parts = [top_logits(self._head(chunk), k) for chunk in hidden.split(HARVEST_CHUNK)]
         ids, probs = zip(*((part.token_ids, part.probs) for part in parts), strict=True)
         return TopLogits(np.concatenate(ids), np.concatenate(probs))

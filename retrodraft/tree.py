@@ -24,12 +24,8 @@ class DraftTree:
     token_ids: Int32  # [num_nodes]
     parents: Int32  # [num_nodes], -1 for the root
     depths: Int32  # [num_nodes], 0 for the root
-    probs: npt.NDArray[
-        np.float32
-    ]  # [num_nodes] path probabilities, as the strategy believes
-    sources: npt.NDArray[
-        np.uint8
-    ]  # [num_nodes] bits naming the proposers, see `Strategy.proposers`
+    probs: npt.NDArray[np.float32]  # [num_nodes] path probabilities, as the strategy believes
+    sources: npt.NDArray[np.uint8]  # [num_nodes] bits naming the proposers, see `Strategy.proposers`
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -47,12 +43,7 @@ class DraftTree:
 
     @classmethod
     def from_nodes(
-        cls,
-        root: int,
-        token_ids: Sequence[int],
-        parents: Sequence[int],
-        source: int = 1,
-        probs: Sequence[float] = (),
+        cls, root: int, token_ids: Sequence[int], parents: Sequence[int], source: int = 1, probs: Sequence[float] = ()
     ) -> DraftTree:
         """A tree of `root` and nodes 1, 2 … with those tokens and parents (0 = the root), renumbered spine first.
 
@@ -68,9 +59,7 @@ class DraftTree:
         )
         for node in range(1, count):
             tree.depths[node] = tree.depths[tree.parents[node]] + 1
-        spine_first(
-            tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources, count
-        )
+        spine_first(tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources, count)
         return tree
 
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:

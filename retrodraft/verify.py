@@ -17,11 +17,7 @@ from typing import Any
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from retrodraft.tree import DraftTree
 
@@ -31,9 +27,7 @@ class Acceptance:
     """Outcome of a walk; `path` and `token_ids` have one length."""
 
     path: list[int] = field(default_factory=list)  # visited nodes, root first
-    token_ids: list[int] = field(
-        default_factory=list
-    )  # token emitted at each of them; the last is the bonus token
+    token_ids: list[int] = field(default_factory=list)  # token emitted at each of them; the last is the bonus token
     finished: bool = False  # whether a stopping criterion held after the last token
 
 
@@ -64,9 +58,7 @@ class Chooser:
                 self._eos.update(criterion.eos_token_id.flatten().tolist())
             elif isinstance(criterion, MaxLengthCriteria):
                 self._max_length = criterion.max_length
-        self._plain_criteria = all(
-            type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria
-        )
+        self._plain_criteria = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
         self.plain = not do_sample and not len(logits_processor) and not keep_scores
 
     @property
@@ -80,11 +72,7 @@ class Chooser:
         outcome = Acceptance()
         node = 0
         while node >= 0:
-            token = (
-                best[node]
-                if best is not None
-                else self._choose(logits[node : node + 1])
-            )
+            token = best[node] if best is not None else self._choose(logits[node : node + 1])
             outcome.path.append(node)
             outcome.token_ids.append(token)
             self._append(token)
@@ -96,9 +84,7 @@ class Chooser:
         return outcome
 
     def _choose(self, logits: torch.Tensor) -> int:
-        scores = self._processor(
-            self.ids, logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
-        )
+        scores = self._processor(self.ids, logits.to(copy=True, dtype=torch.float32, device=self._ids.device))
         if self.scores is not None:
             self.scores.append(scores)
         if self._do_sample:
@@ -113,8 +99,6 @@ class Chooser:
 
     def _stops(self, token: int) -> bool:
         if self._plain_criteria:
-            return token in self._eos or (
-                self._max_length is not None and self.length >= self._max_length
-            )
+            return token in self._eos or (self._max_length is not None and self.length >= self._max_length)
         scores: Any = tuple(self.scores) if self.scores is not None else None
         return bool(self._criteria(self.ids, scores).all())

@@ -31,18 +31,10 @@ def read_workload(path: Path | str) -> list[WorkloadItem]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
-        raise ValueError(
-            f"workload {str(path)!r} can't be read: {error.strerror or error}"
-        ) from error
+        raise ValueError(f"workload {str(path)!r} can't be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"workload {str(path)!r} is not UTF-8 text (byte {error.start})"
-        ) from error
-    items = [
-        _item(line, f"{path.name} line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+        raise ValueError(f"workload {str(path)!r} is not UTF-8 text (byte {error.start})") from error
+    items = [_item(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not items:
         raise ValueError(f"workload {str(path)!r} holds no prompts")
     return items
@@ -52,9 +44,7 @@ def _item(line: str, where: str) -> WorkloadItem:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: not JSON ({error.msg} at column {error.colno})"
-        ) from error
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {type(record).__name__}")
     if "messages" in record:
@@ -68,27 +58,19 @@ def _item(line: str, where: str) -> WorkloadItem:
         raise ValueError(f"{where}: needs 'messages' (or Spec-Bench's 'turns')")
     if identifier is None:
         raise ValueError(f"{where}: 'id' is missing")
-    return WorkloadItem(
-        str(identifier),
-        str(record.get("category", "all")),
-        _prompt_messages(messages, where),
-    )
+    return WorkloadItem(str(identifier), str(record.get("category", "all")), _prompt_messages(messages, where))
 
 
 def _prompt_messages(messages: Any, where: str) -> list[Message]:
     if not isinstance(messages, list):
-        raise ValueError(
-            f"{where}: 'messages' must be a list, got {type(messages).__name__}"
-        )
+        raise ValueError(f"{where}: 'messages' must be a list, got {type(messages).__name__}")
     kept: list[Message] = []
     for position, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{where}: message {position} needs a 'role'")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            raise ValueError(
-                f"{where}: message {position}: 'content' must be text, got {type(content).__name__}"
-            )
+            raise ValueError(f"{where}: message {position}: 'content' must be text, got {type(content).__name__}")
         kept.append({"role": message["role"], "content": content or ""})
     while kept and kept[-1]["role"] == "assistant":
         kept.pop()
@@ -103,14 +85,7 @@ def render_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
     Tool messages become the user's, since few templates know the role. Without a template the texts are joined.
     """
     if tokenizer.chat_template is None:
-        return list(
-            tokenizer("\n\n".join(message["content"] for message in messages)).input_ids
-        )
-    known = [
-        {**message, "role": "user"} if message["role"] == "tool" else message
-        for message in messages
-    ]
-    text = tokenizer.apply_chat_template(
-        known, tokenize=False, add_generation_prompt=True
-    )
+        return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+    known = [{**message, "role": "user"} if message["role"] == "tool" else message for message in messages]
+    text = tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)

@@ -22,9 +22,7 @@ def begun(strategy: Any, tokens: Any) -> Any:
     return row
 
 
-def drafted(
-    row: Any, budget: int = 60, max_depth: int = 1000, chain: bool = False
-) -> DraftTree:
+def drafted(row: Any, budget: int = 60, max_depth: int = 1000, chain: bool = False) -> DraftTree:
     return row.draft(np.zeros(budget + 1), max_depth, chain)
 
 
@@ -42,16 +40,10 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     return found[1:]
 
 
-def random_top(
-    rng: np.random.Generator, count: int, width: int, skip: float = 0.0
-) -> TopLogits:
+def random_top(rng: np.random.Generator, count: int, width: int, skip: float = 0.0) -> TopLogits:
     """Random top-k logits; a share of the positions was not looked at."""
-    tokens = np.stack([rng.permutation(VOCAB)[:width] for _ in range(count)]).astype(
-        np.int32
-    )
-    probs = -np.sort(-rng.dirichlet(np.full(width, 0.3), count)).astype(
-        np.float32
-    ) * np.float32(0.9)
+    tokens = np.stack([rng.permutation(VOCAB)[:width] for _ in range(count)]).astype(np.int32)
+    probs = -np.sort(-rng.dirichlet(np.full(width, 0.3), count)).astype(np.float32) * np.float32(0.9)
     unseen = rng.random(count) < skip
     tokens[unseen], probs[unseen] = -1, 0
     return TopLogits(tokens, probs)
@@ -65,9 +57,7 @@ def walk(rng: np.random.Generator, tree: DraftTree) -> tuple[list[int], list[int
         children = np.flatnonzero(tree.parents == path[-1])
         if not len(children) or rng.random() < 0.4:
             known = set(tree.token_ids[children].tolist())
-            emitted.append(
-                int(rng.choice([t for t in range(6) if t not in known] or [VOCAB - 1]))
-            )
+            emitted.append(int(rng.choice([t for t in range(6) if t not in known] or [VOCAB - 1])))
             return path, emitted
         node = int(rng.choice(children))
         path.append(node)

@@ -11,12 +11,7 @@ from drafts import VOCAB, begun, drafted, emit, ids, paths, random_top, walk
 
 from retrodraft.baselines_goose import Goose
 from retrodraft.baselines_lookup import PromptLookup
-from retrodraft.baselines_recycling import (
-    TEMPLATE,
-    Template,
-    TokenRecycling,
-    template_paths,
-)
+from retrodraft.baselines_recycling import TEMPLATE, Template, TokenRecycling, template_paths
 from retrodraft.baselines_suffix import SuffixDecoding
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
@@ -33,47 +28,26 @@ def test_limits_hold_and_runs_repeat(kind: Any, seed: int) -> None:
         for _ in range(2):
             row = strategy.row()
             prompt = rng.integers(0, 4, rng.integers(1, 60)).astype(np.int32)
-            prompt[rng.random(len(prompt)) < 0.05] = (
-                VOCAB + 3
-            )  # a placeholder that the model has no row for
-            top = (
-                random_top(rng, len(prompt), strategy.top_k) if strategy.top_k else None
-            )
+            prompt[rng.random(len(prompt)) < 0.05] = VOCAB + 3  # a placeholder that the model has no row for
+            top = random_top(rng, len(prompt), strategy.top_k) if strategy.top_k else None
             row.begin(prompt, top)
             root = int(prompt[-1])
             for _ in range(30):
-                budget, depth = (
-                    int(rng.choice([0, 1, 2, 8, 60, 100])),
-                    int(rng.choice([1, 2, 3, 50])),
-                )
+                budget, depth = (int(rng.choice([0, 1, 2, 8, 60, 100])), int(rng.choice([1, 2, 3, 50])))
                 chain = bool(rng.random() < 0.2)
                 tree = drafted(row, budget, depth, chain)
                 assert tree.token_ids[0] == root and tree.parents[0] == -1
                 assert len(tree) <= budget + 1 and tree.depths.max() <= depth
-                assert (tree.token_ids[1:] >= 0).all() and (
-                    tree.token_ids[1:] < VOCAB
-                ).all()
+                assert (tree.token_ids[1:] >= 0).all() and (tree.token_ids[1:] < VOCAB).all()
                 assert (tree.parents[1:] < np.arange(1, len(tree))).all()
                 assert (tree.depths[1:] == tree.depths[tree.parents[1:]] + 1).all()
                 assert len(set(paths(tree))) == len(tree) - 1
-                assert tree.sources[0] == 0 and set(tree.sources[1:].tolist()) <= set(
-                    kind.proposers
-                )
+                assert tree.sources[0] == 0 and set(tree.sources[1:].tolist()) <= set(kind.proposers)
                 if chain:
                     assert tree.parents.tolist() == list(range(-1, len(tree) - 1))
-                record.append(
-                    (
-                        tree.token_ids.tolist(),
-                        tree.parents.tolist(),
-                        tree.probs.tolist(),
-                    )
-                )
+                record.append((tree.token_ids.tolist(), tree.parents.tolist(), tree.probs.tolist()))
                 path, emitted = walk(rng, tree)
-                top = (
-                    random_top(rng, len(tree), strategy.top_k, 0.2)
-                    if strategy.top_k
-                    else None
-                )
+                top = random_top(rng, len(tree), strategy.top_k, 0.2) if strategy.top_k else None
                 row.commit(tree, path, ids(*emitted), top)
                 root = emitted[-1]
         return record
@@ -90,48 +64,21 @@ def test_spine_comes_first(kind: Any) -> None:
     row.begin(prompt, random_top(rng, 80, strategy.top_k) if strategy.top_k else None)
     for _ in range(20):
         tree = drafted(row)
-        followed = {
-            int(p): n for n, p in reversed(list(enumerate(tree.parents.tolist()))) if n
-        }
+        followed = {int(p): n for n, p in reversed(list(enumerate(tree.parents.tolist()))) if n}
         assert all(child == node + 1 for node, child in followed.items())  # depth-first
         path, emitted = walk(rng, tree)
-        row.commit(
-            tree,
-            path,
-            ids(*emitted),
-            random_top(rng, len(tree), strategy.top_k) if strategy.top_k else None,
-        )
+        row.commit(tree, path, ids(*emitted), random_top(rng, len(tree), strategy.top_k) if strategy.top_k else None)
 
 
 def test_prompt_lookup_takes_the_longest_ngram_and_of_its_windows_the_first() -> None:
     #       3-gram (1 2 3) first at 0, then at 5; the 2-gram (2 3) and the unigram 3 occur earlier nowhere else
     text = [1, 2, 3, 7, 8, 1, 2, 3, 9, 9, 1, 2, 3]
-    assert paths(drafted(begun(PromptLookup(VOCAB), text)))[-1] == (
-        7,
-        8,
-        1,
-        2,
-        3,
-        9,
-        9,
-        1,
-        2,
-        3,
-    )
+    assert paths(drafted(begun(PromptLookup(VOCAB), text)))[-1] == (7, 8, 1, 2, 3, 9, 9, 1, 2, 3)
     # a later window of 3 beats an earlier one of 2
     text = [2, 3, 7, 1, 2, 3, 8, 1, 2, 3]
     assert paths(drafted(begun(PromptLookup(VOCAB), text)))[-1] == (8, 1, 2, 3)
     # Hugging Face's default never looks at more than 2
-    assert paths(drafted(begun(PromptLookup(VOCAB, max_ngram=2), text)))[-1] == (
-        7,
-        1,
-        2,
-        3,
-        8,
-        1,
-        2,
-        3,
-    )
+    assert paths(drafted(begun(PromptLookup(VOCAB, max_ngram=2), text)))[-1] == (7, 1, 2, 3, 8, 1, 2, 3)
 
 
 def test_prompt_lookup_limits_and_misses() -> None:
@@ -143,9 +90,7 @@ def test_prompt_lookup_limits_and_misses() -> None:
     assert len(drafted(begun(PromptLookup(VOCAB), [1, 2, 3]))) == 1
     assert len(drafted(begun(PromptLookup(VOCAB), [1]))) == 1
     row = begun(PromptLookup(VOCAB), [4, 6, VOCAB, 6, 4])
-    assert paths(drafted(row)) == [
-        (6,)
-    ]  # ids that the model has no row for end the chain
+    assert paths(drafted(row)) == [(6,)]  # ids that the model has no row for end the chain
     emit(row, 6)
     assert len(drafted(row)) == 1  # (4 6) was followed by such an id
 
@@ -153,9 +98,7 @@ def test_prompt_lookup_limits_and_misses() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_prompt_lookup_equals_hugging_face(seed: int) -> None:
     torch = pytest.importorskip("torch")
-    from transformers.generation.candidate_generator import (
-        PromptLookupCandidateGenerator,
-    )
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     rng = np.random.default_rng(seed)
     text = rng.integers(0, 6, rng.integers(2, 120)).astype(np.int32)
@@ -164,9 +107,7 @@ def test_prompt_lookup_equals_hugging_face(seed: int) -> None:
         generator = PromptLookupCandidateGenerator(
             num_output_tokens=10, max_matching_ngram_size=3, max_length=len(text) + 100
         )
-        expected = generator.get_candidates(torch.tensor(text[None].astype(np.int64)))[
-            0
-        ][0, len(text) :].tolist()
+        expected = generator.get_candidates(torch.tensor(text[None].astype(np.int64)))[0][0, len(text) :].tolist()
         found = paths(drafted(row))
         assert (list(found[-1]) if found else []) == expected
         emit(row, token)
@@ -174,17 +115,8 @@ def test_prompt_lookup_equals_hugging_face(seed: int) -> None:
 
 
 def test_template_is_the_papers() -> None:
-    assert Counter(len(path) for path in template_paths()) == {
-        1: 8,
-        2: 21,
-        3: 25,
-        4: 15,
-        5: 8,
-        6: 3,
-    }
-    assert {(0, 0, 0, 0, 0, 1), (0, 0, 0, 1, 0, 0), (0, 0, 7), (7, 0)} <= set(
-        template_paths()
-    )
+    assert Counter(len(path) for path in template_paths()) == {1: 8, 2: 21, 3: 25, 4: 15, 5: 8, 6: 3}
+    assert {(0, 0, 0, 0, 0, 1), (0, 0, 0, 1, 0, 0), (0, 0, 7), (7, 0)} <= set(template_paths())
     assert {parent for parent in TEMPLATE if parent} <= set(template_paths())
 
 
@@ -203,14 +135,7 @@ def test_recycling_reads_rows_and_skips_cold_ones() -> None:
     assert len(drafted(row)) == 1  # the prompt is not harvested
     strategy.matrix[5] = [10, 11, -1, -1, -1, -1, -1, -1]
     strategy.matrix[11] = range(20, 28)
-    assert paths(drafted(row, budget=80)) == [
-        (10,),
-        (11,),
-        (11, 20),
-        (11, 21),
-        (11, 22),
-        (11, 23),
-    ]
+    assert paths(drafted(row, budget=80)) == [(10,), (11,), (11, 20), (11, 21), (11, 22), (11, 23)]
 
 
 def test_recycling_overwrites_from_all_nodes_and_the_last_level_wins() -> None:
@@ -219,10 +144,7 @@ def test_recycling_overwrites_from_all_nodes_and_the_last_level_wins() -> None:
     # node order is depth-first: 7 is at nodes 1 (depth 1), 3 (depth 2) and 4 (depth 1)
     tree = DraftTree.from_nodes(5, [8, 9, 6, 9, 6], [0, 1, 0, 3, 1])
     assert tree.token_ids.tolist() == [5, 8, 9, 6, 6, 9]
-    top = TopLogits(
-        np.arange(6, dtype=np.int32)[:, None] + np.arange(8, dtype=np.int32),
-        np.ones((6, 8), np.float32),
-    )
+    top = TopLogits(np.arange(6, dtype=np.int32)[:, None] + np.arange(8, dtype=np.int32), np.ones((6, 8), np.float32))
     top.token_ids[1] = -1  # not looked at
     row.commit(tree, [0], ids(4), top)
     assert strategy.matrix[5, 0] == 0 and strategy.matrix[8, 0] == -1
@@ -247,11 +169,7 @@ def test_recycling_against_plain_python(seed: int) -> None:
             ranked = matrix.get(tokens.get(path[:-1]), [])
             if path[-1] < len(ranked):
                 tokens[path] = ranked[path[-1]]
-        expected = {
-            tuple(tokens[path[: d + 1]] for d in range(len(path)))
-            for path in tokens
-            if path
-        }
+        expected = {tuple(tokens[path[: d + 1]] for d in range(len(path))) for path in tokens if path}
         assert set(paths(tree)) == expected
         top = random_top(rng, len(tree), 8, 0.3)
         for node in sorted(range(len(tree)), key=lambda n: int(tree.depths[n])):
@@ -262,9 +180,7 @@ def test_recycling_against_plain_python(seed: int) -> None:
         root = emitted[-1]
 
 
-def suffix_oracle(
-    texts: list[list[int]], query: list[int], budget: int, max_depth: int
-) -> tuple[float, int, Any]:
+def suffix_oracle(texts: list[list[int]], query: list[int], budget: int, max_depth: int) -> tuple[float, int, Any]:
     """Best (score, match length) by counting substrings, and the function that gives a path's probability."""
     counts: Counter[tuple[int, ...]] = Counter()
     for text in texts:
@@ -346,9 +262,7 @@ def test_suffix_ties_go_to_the_longer_match_and_to_the_local_tree() -> None:
     tree = drafted(begun(strategy, [2, 4, 6, 2, 4, 7, 2]), budget=1)
     assert paths(tree) == [(4,)] and tree.sources[1] == 1
     # With one node for each, matches 1 and 2 both score one half; after the longer one comes 8.
-    tree = drafted(
-        begun(SuffixDecoding(VOCAB), [1, 2, 8, 2, 7, 7, 2, 7, 0, 1, 2]), budget=1
-    )
+    tree = drafted(begun(SuffixDecoding(VOCAB), [1, 2, 8, 2, 7, 7, 2, 7, 0, 1, 2]), budget=1)
     assert paths(tree) == [(8,)]
 
 
@@ -377,12 +291,8 @@ def test_suffix_global_tree_holds_responses_of_earlier_requests_only() -> None:
     strategy = SuffixDecoding(VOCAB)
     first = begun(strategy, [30, 31, 32])
     emit(first, 20, 21, 22)
-    assert paths(drafted(begun(strategy, [40, 20]))) == [
-        (21,)
-    ]  # announced: the response counts
-    assert (
-        paths(drafted(begun(strategy, [40, 22]))) == []
-    )  # nothing crosses the end of a response
+    assert paths(drafted(begun(strategy, [40, 20]))) == [(21,)]  # announced: the response counts
+    assert paths(drafted(begun(strategy, [40, 22]))) == []  # nothing crosses the end of a response
     assert paths(drafted(begun(strategy, [40, 30]))) == []  # prompts don't count
     emit(first, 23, 24)  # goes on: counts with the next request, and not twice
     assert paths(drafted(begun(strategy, [40, 23]))) == [(24,)]

@@ -23,26 +23,16 @@ def test_goose_confidence() -> None:
     assert match_confidence(8, False, 8) == pytest.approx(0.7)
     assert match_confidence(14, False, 8) == pytest.approx(0.8)
     assert match_confidence(20, False, 8) == pytest.approx(0.9)
-    assert [spine_ratio(a) for a in (0.1, 0.2, 0.39, 0.4, 1.0)] == [
-        0.15,
-        0.30,
-        0.30,
-        0.50,
-        0.50,
-    ]
+    assert [spine_ratio(a) for a in (0.1, 0.2, 0.39, 0.4, 1.0)] == [0.15, 0.30, 0.30, 0.50, 0.50]
 
 
 def test_goose_copies_the_oldest_occurrence_of_the_longest_ngram() -> None:
     # no adjacency: a bare chain of at most 20 tokens
     row = begun(Goose(VOCAB), [1, 2, 3, 7, 8, 1, 2, 3, 9, 1, 2, 3])
     assert paths(drafted(row))[-1] == (7, 8, 1, 2, 3, 9, 1, 2, 3)
-    row = begun(
-        Goose(VOCAB), [1, 2, 3, 7, 5, 1, 2, 3, 9, 5, 1, 2, 3]
-    )  # a 4-gram beats a 3-gram
+    row = begun(Goose(VOCAB), [1, 2, 3, 7, 5, 1, 2, 3, 9, 5, 1, 2, 3])  # a 4-gram beats a 3-gram
     assert paths(drafted(row))[-1][0] == 9
-    assert (
-        len(drafted(begun(Goose(VOCAB), [1, 2, 7, 1, 2]))) == 1
-    )  # 2 tokens are too few
+    assert len(drafted(begun(Goose(VOCAB), [1, 2, 7, 1, 2]))) == 1  # 2 tokens are too few
     row = begun(Goose(VOCAB), [*range(30), *range(3)])
     assert len(drafted(row)) == 21
     assert set(drafted(row).sources[1:].tolist()) == {1}
@@ -64,9 +54,7 @@ def test_goose_consensus_spends_everything_on_a_grown_chain() -> None:
     assert len(tree) == 61 and set(tree.sources[1:].tolist()) == {1}
     assert paths(tree)[-1] == tuple((period * 10)[:60])
     tree = drafted(row, budget=200)
-    assert (
-        100 <= (tree.sources == 1).sum() < 120
-    )  # the last lookup may pass 100; branches have the rest
+    assert 100 <= (tree.sources == 1).sum() < 120  # the last lookup may pass 100; branches have the rest
     assert (30,) in paths(tree)
     assert len(drafted(row, budget=8)) == 9
 
@@ -78,20 +66,11 @@ def test_goose_splits_between_spine_and_branches() -> None:
     known_row(goose, 3, -1, 40, 41, 42, 43)
     known_row(goose, 40, -1, 1, 20, 21, 22)
     known_row(goose, 41, -1, 25, 26)
-    tree = drafted(
-        row, budget=9
-    )  # 10 with the root: spine of 4, 5 branches, 2 on the spine and 3 at the root
+    tree = drafted(row, budget=9)  # 10 with the root: spine of 4, 5 branches, 2 on the spine and 3 at the root
     assert paths(tree)[:4] == [(40,), (40, 1), (40, 1, 2), (40, 1, 2, 3)]
-    assert [p for p in paths(tree) if len(p) == 1] == [
-        (40,),
-        (41,),
-        (42,),
-        (43,),
-    ]  # the spine's own token is skipped
+    assert [p for p in paths(tree) if len(p) == 1] == [(40,), (41,), (42,), (43,)]  # the spine's own token is skipped
     assert [p for p in paths(tree) if len(p) == 2 and p[0] == 40] == [(40, 1), (40, 20)]
-    assert (41, 25) in paths(
-        tree
-    )  # what the spine's nodes could not use goes to the branches
+    assert (41, 25) in paths(tree)  # what the spine's nodes could not use goes to the branches
     assert Counter(tree.sources[1:].tolist()) == {1: 4, 2: len(tree) - 5}
 
 
@@ -101,14 +80,10 @@ def test_goose_pair_row_comes_before_token_row() -> None:
     known_row(goose, 5, -1, 30, 31)
     assert [t for t, _ in goose.successors(1, 5)] == [20, 21]
     assert [t for t, _ in goose.successors(2, 5)] == [30, 31]
-    assert [s for _, s in goose.successors(2, 5)] == pytest.approx(
-        [2 / 3, 1 / 3]
-    )  # over the kept tokens alone
+    assert [s for _, s in goose.successors(2, 5)] == pytest.approx([2 / 3, 1 / 3])  # over the kept tokens alone
 
 
-def test_goose_harvests_the_prompt_and_every_node_but_the_pair_of_a_trees_root() -> (
-    None
-):
+def test_goose_harvests_the_prompt_and_every_node_but_the_pair_of_a_trees_root() -> None:
     goose = Goose(VOCAB)
     row = goose.row()
     top = random_top(np.random.default_rng(0), 3, 10)
@@ -216,9 +191,7 @@ class PlainGoose:
             tail = [before, self.text[-1], *path]
             known = len(self.next(tail[-2], tail[-1]))
             width = max(1, min(known, math.ceil((budget - 1 - len(nodes)) * score)))
-            attach(
-                path, min(width, max(1, 10 // len(path)), budget - 1 - len(nodes)), -1
-            )
+            attach(path, min(width, max(1, 10 // len(path)), budget - 1 - len(nodes)), -1)
         return nodes, size, True
 
 
@@ -227,20 +200,13 @@ def test_goose_against_plain_python(seed: int) -> None:
     rng = np.random.default_rng(seed)
     goose, plain = Goose(VOCAB), PlainGoose()
     block = rng.integers(0, 6, 14).tolist()
-    prompt = (
-        rng.integers(0, 6, 30).tolist()
-        + block
-        + rng.integers(0, 6, 6).tolist()
-        + block[:9]
-    )
+    prompt = rng.integers(0, 6, 30).tolist() + block + rng.integers(0, 6, 6).tolist() + block[:9]
     row = goose.row()
     top = random_top(rng, 20, 10)
     row.begin(ids(*prompt), top)
     plain.text = list(prompt)
     first = len(prompt) - 20
-    plain.harvest(
-        [(i, prompt[first + i - 1], prompt[first + i]) for i in range(20)], top
-    )
+    plain.harvest([(i, prompt[first + i - 1], prompt[first + i]) for i in range(20)], top)
     for step in range(40):
         budget = int(rng.choice([3, 9, 17, 61, 121]))
         tree = drafted(row, budget - 1)
@@ -254,10 +220,7 @@ def test_goose_against_plain_python(seed: int) -> None:
         if rng.random() < 0.5:
             kept = int(rng.integers(0, spine + 1))
             path = [0, *(found.index(nodes[i]) + 1 for i in range(kept))]
-            emitted = [
-                *(int(tree.token_ids[node]) for node in path[1:]),
-                int(rng.integers(0, 6)),
-            ]
+            emitted = [*(int(tree.token_ids[node]) for node in path[1:]), int(rng.integers(0, 6))]
             if tree.child(path[-1], emitted[-1]) >= 0:
                 emitted[-1] = VOCAB - 1
         row.commit(tree, path, ids(*emitted), top)
@@ -281,6 +244,4 @@ def test_goose_chain_without_a_match_follows_first_successors() -> None:
     known_row(goose, 20, -1, 22)
     known_row(goose, 22, -1, 20)
     tree = drafted(row, chain=True)
-    assert paths(tree)[-1] == (20, 22, 20, 22, 20, 22) and set(
-        tree.sources[1:].tolist()
-    ) == {2}
+    assert paths(tree)[-1] == (20, 22, 20, 22, 20, 22) and set(tree.sources[1:].tolist()) == {2}

@@ -29,17 +29,13 @@ EXPECTED_MODE = dict.fromkeys(FAMILIES, "tree") | {
     "bloom": "chain", "mpt": "chain", "falcon_alibi": "chain",
     "mamba2": "snapshot", "qwen3_next": "snapshot", "lfm2": "snapshot",
 }  # fmt: skip
-PAIRS = [
-    (seed, prompt) for seed in (0, 2, 4) for prompt in (0, 1, 2, 3)
-]  # models x prompts
+PAIRS = [(seed, prompt) for seed in (0, 2, 4) for prompt in (0, 1, 2, 3)]  # models x prompts
 
 
 def plain(model: Any, prompt: torch.Tensor, **options: Any) -> Any:
     """Plain `generate` with logits."""
     options = {"max_new_tokens": TOKENS, "do_sample": False, **options}
-    return model.generate(
-        prompt, return_dict_in_generate=True, output_logits=True, **options
-    )
+    return model.generate(prompt, return_dict_in_generate=True, output_logits=True, **options)
 
 
 def margin(logits: Any) -> float:
@@ -48,9 +44,7 @@ def margin(logits: Any) -> float:
     return min(float((pair[:, 0] - pair[:, 1]).min()) for pair in best)
 
 
-def clear_prompt(
-    model: Any, length: int, seed: int = 0, make: Any = random_prompt, **options: Any
-) -> torch.Tensor:
+def clear_prompt(model: Any, length: int, seed: int = 0, make: Any = random_prompt, **options: Any) -> torch.Tensor:
     """A prompt whose plain output hangs on no tie: shapes of matrix products may decide those even in float32."""
     for attempt in range(50):
         prompt = make(length, seed + 100 * attempt)
@@ -64,28 +58,18 @@ def text_of(reference: Any, prompt: torch.Tensor) -> list[int]:
     return reference.sequences[0, prompt.shape[1] :].tolist()
 
 
-def check_equal(
-    rd: RetroDraft,
-    prompt: torch.Tensor,
-    reference: Any,
-    tolerance: float = 2e-4,
-    **options: Any,
-) -> Any:
+def check_equal(rd: RetroDraft, prompt: torch.Tensor, reference: Any, tolerance: float = 2e-4, **options: Any) -> Any:
     """Run the same call drafted: ids equal, logits close, fewer forwards than tokens."""
     options = {"max_new_tokens": TOKENS, "do_sample": False, **options}
     with ForwardCount(rd.model) as forwards:
-        out = rd.generate(
-            prompt, return_dict_in_generate=True, output_logits=True, **options
-        )
+        out = rd.generate(prompt, return_dict_in_generate=True, output_logits=True, **options)
     assert out.sequences.tolist() == reference.sequences.tolist()
     assert max_difference(out.logits, reference.logits) < tolerance
     assert forwards.count < out.sequences.shape[1] - prompt.shape[1]
     return out
 
 
-@pytest.mark.parametrize(
-    "family,attn", [(f, a) for f, (_, _, kinds) in FAMILIES.items() for a in kinds]
-)
+@pytest.mark.parametrize("family,attn", [(f, a) for f, (_, _, kinds) in FAMILIES.items() for a in kinds])
 def test_every_family(family: str, attn: str) -> None:
     """Trees with gaps in the accepted paths, over window edges, on every family and attention implementation."""
     model = tiny(family, attn)
@@ -125,13 +109,8 @@ def test_accepting_none_one_some_and_all(seed: int, prompt_seed: int) -> None:
         rd = planted(model, [text], wrong=wrong, depth=6)
         out = check_equal(rd, prompt, reference, tolerance=1e-4)
         assert out.cache.get_seq_length() == prompt.shape[1] + TOKENS - 1
-    rd = planted(
-        model, [text], wrong=range(TOKENS), width=3
-    )  # nothing is ever accepted
-    assert (
-        rd.generate(prompt, max_new_tokens=TOKENS, do_sample=False).tolist()
-        == reference.sequences.tolist()
-    )
+    rd = planted(model, [text], wrong=range(TOKENS), width=3)  # nothing is ever accepted
+    assert rd.generate(prompt, max_new_tokens=TOKENS, do_sample=False).tolist() == reference.sequences.tolist()
     assert rd.stats.num_accepted_tokens == 0 and rd.stats.num_draft_tokens > 0
 
 
@@ -142,21 +121,9 @@ def test_eos_in_the_middle_of_a_draft(seed: int) -> None:
     prompt = clear_prompt(model, 12, seed)
     text = text_of(plain(model, prompt), prompt)
     for eos in sorted(set(text)):
-        reference = model.generate(
-            prompt,
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=eos,
-            pad_token_id=0,
-        )
+        reference = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=eos, pad_token_id=0)
         rd = planted(model, [text], depth=8)
-        out = rd.generate(
-            prompt,
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=eos,
-            pad_token_id=0,
-        )
+        out = rd.generate(prompt, max_new_tokens=TOKENS, do_sample=False, eos_token_id=eos, pad_token_id=0)
         assert out.tolist() == reference.tolist()
         new = out.shape[1] - prompt.shape[1]
         assert new < 4 or rd.stats.num_target_forwards < new
@@ -168,28 +135,14 @@ def test_forms_of_eos() -> None:
     prompt = clear_prompt(model, 12)
     text = text_of(plain(model, prompt), prompt)
     unreachable = next(t for t in range(2, VOCAB) if t not in text)
-    for eos in (
-        None,
-        text[17],
-        [text[17]],
-        [unreachable, text[17]],
-        torch.tensor([unreachable, text[17]]),
-    ):
-        options = dict(
-            max_new_tokens=TOKENS, do_sample=False, eos_token_id=eos, pad_token_id=0
-        )
+    for eos in (None, text[17], [text[17]], [unreachable, text[17]], torch.tensor([unreachable, text[17]])):
+        options = dict(max_new_tokens=TOKENS, do_sample=False, eos_token_id=eos, pad_token_id=0)
         expected = model.generate(prompt, **options)
-        assert (
-            planted(model, [text]).generate(prompt, **options).tolist()
-            == expected.tolist()
-        )
+        assert planted(model, [text]).generate(prompt, **options).tolist() == expected.tolist()
     model.generation_config.eos_token_id = [unreachable, text[17]]
     expected = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
     rd = planted(model, [text])
-    assert (
-        rd.generate(prompt, max_new_tokens=TOKENS, do_sample=False).tolist()
-        == expected.tolist()
-    )
+    assert rd.generate(prompt, max_new_tokens=TOKENS, do_sample=False).tolist() == expected.tolist()
     assert rd.stats.num_target_forwards < rd.stats.num_new_tokens
 
 
@@ -199,9 +152,7 @@ class LastTokenIs(StoppingCriteria):
     def __init__(self, token: int) -> None:
         self.token = token
 
-    def __call__(
-        self, input_ids: torch.Tensor, scores: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids[:, -1] == self.token
 
 
@@ -211,9 +162,7 @@ class LengthIsMultipleOf(StoppingCriteria):
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __call__(
-        self, input_ids: torch.Tensor, scores: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return torch.full((input_ids.shape[0],), input_ids.shape[1] % self.number == 0)
 
 
@@ -226,16 +175,9 @@ def test_stopping_criteria_inside_a_draft() -> None:
         *(LastTokenIs(token) for token in sorted(set(text))),
         *(LengthIsMultipleOf(n) for n in range(7, 30)),
     ]:
-        options = dict(
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([criterion]),
-        )
+        options = dict(max_new_tokens=TOKENS, do_sample=False, stopping_criteria=StoppingCriteriaList([criterion]))
         expected = model.generate(prompt, **options)
-        assert (
-            planted(model, [text], depth=8).generate(prompt, **options).tolist()
-            == expected.tolist()
-        )
+        assert planted(model, [text], depth=8).generate(prompt, **options).tolist() == expected.tolist()
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -244,19 +186,12 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "no_repeat_ngram": dict(no_repeat_ngram_size=3),
     "min_new_tokens": dict(min_new_tokens=30, eos_token_id="text10"),
     "min_length": dict(min_length=40, eos_token_id="text10"),
-    "bad_words": dict(
-        bad_words_ids=[["text5"], ["text8", "text9"], ["text12", "text13", "text14"]]
-    ),
+    "bad_words": dict(bad_words_ids=[["text5"], ["text8", "text9"], ["text12", "text13", "text14"]]),
     "suppress": dict(suppress_tokens=["text3", "text7"]),
     "forced_eos": dict(forced_eos_token_id=5),
     "decay": dict(exponential_decay_length_penalty=(5, 1.5), eos_token_id=7),
     "sequence_bias": dict(sequence_bias=[[["text6"], -5.0], [[9], 2.0]]),
-    "pair": dict(
-        repetition_penalty=1.2,
-        no_repeat_ngram_size=4,
-        min_new_tokens=20,
-        eos_token_id="text15",
-    ),
+    "pair": dict(repetition_penalty=1.2, no_repeat_ngram_size=4, min_new_tokens=20, eos_token_id="text15"),
 }
 
 
@@ -266,11 +201,7 @@ def with_tokens(value: Any, text: list[int]) -> Any:
         return {key: with_tokens(item, text) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(with_tokens(item, text) for item in value)
-    return (
-        text[int(value[4:])]
-        if isinstance(value, str) and value.startswith("text")
-        else value
-    )
+    return text[int(value[4:])] if isinstance(value, str) and value.startswith("text") else value
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -282,41 +213,24 @@ def test_processors(name: str, seed: int, do_sample: bool) -> None:
     for attempt in range(20):
         prompt = copy_prompt(20, seed + 100 * attempt)
         options = with_tokens(PROCESSORS[name], text_of(plain(model, prompt), prompt))
-        options |= dict(do_sample=do_sample, pad_token_id=0) | (
-            dict(temperature=0.7, top_k=20) if do_sample else {}
-        )
+        options |= dict(do_sample=do_sample, pad_token_id=0) | (dict(temperature=0.7, top_k=20) if do_sample else {})
         torch.manual_seed(seed)
         reference = plain(model, prompt, output_scores=True, **options)
         if do_sample or margin(reference.scores) > 1e-3:
             break
     torch.manual_seed(seed)
-    unset = plain(
-        model,
-        prompt,
-        do_sample=do_sample,
-        **(dict(temperature=0.7, top_k=20) if do_sample else {}),
-    )
+    unset = plain(model, prompt, do_sample=do_sample, **(dict(temperature=0.7, top_k=20) if do_sample else {}))
     changed = reference.sequences.tolist() != unset.sequences.tolist()
-    assert (
-        changed
-        or do_sample
-        or name
-        in ("mild_penalty", "decay", "forced_eos", "min_new_tokens", "min_length")
-    )
+    assert changed or do_sample or name in ("mild_penalty", "decay", "forced_eos", "min_new_tokens", "min_length")
     rd = planted(model, [text_of(reference, prompt)], wrong=(5, 13, 14))
     torch.manual_seed(seed)
     out = check_equal(rd, prompt, reference, output_scores=True, **options)
-    finite = [
-        (a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0))
-        for a, b in zip(out.scores, reference.scores, strict=True)
-    ]
+    finite = [(a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)) for a, b in zip(out.scores, reference.scores, strict=True)]
     assert max(float((a - b).abs().max()) for a, b in finite) < 1e-3
     assert float(torch.rand(1)) == _next_random_after(model, prompt, seed, options)
 
 
-def _next_random_after(
-    model: Any, prompt: torch.Tensor, seed: int, options: dict[str, Any]
-) -> float:
+def _next_random_after(model: Any, prompt: torch.Tensor, seed: int, options: dict[str, Any]) -> float:
     """The random stream must be used up exactly as by plain decoding."""
     torch.manual_seed(seed)
     plain(model, prompt, output_scores=True, **options)
@@ -351,9 +265,7 @@ def test_guidance_scale() -> None:
     prompt = clear_prompt(model, 9)
     reference = plain(model, prompt, guidance_scale=1.5)
     rd = planted(model, [text_of(reference, prompt)])
-    out = rd.generate(
-        prompt, max_new_tokens=TOKENS, do_sample=False, guidance_scale=1.5
-    )
+    out = rd.generate(prompt, max_new_tokens=TOKENS, do_sample=False, guidance_scale=1.5)
     assert out.tolist() == reference.sequences.tolist()
     assert rd.stats.num_target_forwards < TOKENS
 
@@ -367,13 +279,7 @@ def test_same_seed_gives_the_same_sample(seed: int, strategy: str) -> None:
     rd = RetroDraft(model, strategy=strategy, budget=30)
     saved = 0
     for temperature in (0.3, 0.8):
-        options = dict(
-            max_new_tokens=60,
-            do_sample=True,
-            temperature=temperature,
-            top_p=0.95,
-            top_k=0,
-        )
+        options = dict(max_new_tokens=60, do_sample=True, temperature=temperature, top_p=0.95, top_k=0)
         torch.manual_seed(seed)
         expected = model.generate(prompt, **options)
         for _ in range(2):
@@ -388,9 +294,7 @@ def test_near_the_context_window(new: int) -> None:
     """O04: learned positions end at 40; the tree must not reach beyond what is left."""
     model = tiny("gpt2")
     model.config.n_positions = 40
-    model.transformer.wpe = torch.nn.Embedding.from_pretrained(
-        model.transformer.wpe.weight[:40].detach().clone()
-    )
+    model.transformer.wpe = torch.nn.Embedding.from_pretrained(model.transformer.wpe.weight[:40].detach().clone())
     prompt = clear_prompt(model, 24, max_new_tokens=17)
     reference = plain(model, prompt, max_new_tokens=17)
     rd = planted(model, [text_of(reference, prompt)], depth=8, width=3)
@@ -404,12 +308,7 @@ def test_outputs_of_accepted_positions() -> None:
     for family in ("llama", "mistral_sliding", "gemma3"):
         model = tiny(family, "eager")
         prompt = clear_prompt(model, 13)
-        wanted = dict(
-            output_scores=True,
-            output_hidden_states=True,
-            output_attentions=True,
-            repetition_penalty=1.3,
-        )
+        wanted = dict(output_scores=True, output_hidden_states=True, output_attentions=True, repetition_penalty=1.3)
         reference = plain(model, prompt, **wanted)
         rd = planted(model, [text_of(reference, prompt)], wrong=(6, 7))
         out = check_equal(rd, prompt, reference, **wanted)
@@ -422,17 +321,12 @@ def test_outputs_of_accepted_positions() -> None:
                 assert max_difference(mine, theirs) < 1e-3
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["llama", "mistral_sliding", "gemma3", "gpt2", "llama4", "opt", "qwen3_moe"],
-)
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding", "gemma3", "gpt2", "llama4", "opt", "qwen3_moe"])
 @pytest.mark.parametrize("pad", [0, 5])
 def test_ragged_batch(family: str, pad: int) -> None:
     """O09: left-padded rows accept different numbers of tokens; each equals its own single run."""
     model = tiny(family)
-    prompts = [
-        clear_prompt(model, length, seed) for seed, length in enumerate((9, 24, 17, 3))
-    ]
+    prompts = [clear_prompt(model, length, seed) for seed, length in enumerate((9, 24, 17, 3))]
     single = [plain(model, p, max_new_tokens=30) for p in prompts]
     texts = [text_of(ref, p) for ref, p in zip(single, prompts, strict=True)]
     width = max(p.shape[1] for p in prompts)
@@ -441,31 +335,18 @@ def test_ragged_batch(family: str, pad: int) -> None:
         ids[row, width - prompt.shape[1] :] = prompt
         mask[row, width - prompt.shape[1] :] = 1
     eos = texts[1][11]
-    options = dict(
-        attention_mask=mask,
-        max_new_tokens=30,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-    )
-    expected = model.generate(
-        ids, **options, return_dict_in_generate=True, output_logits=True
-    )
+    options = dict(attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    expected = model.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
     rd = planted(model, texts, wrong=(2, 9, 10))
     with ForwardCount(model) as forwards:
-        out = rd.generate(
-            ids, **options, return_dict_in_generate=True, output_logits=True
-        )
+        out = rd.generate(ids, **options, return_dict_in_generate=True, output_logits=True)
     assert out.sequences.tolist() == expected.sequences.tolist()
     assert forwards.count < 20 < out.sequences.shape[1] - width
     for row, text in enumerate(texts):
         stop = text.index(eos) + 1 if eos in text else len(text)
         assert out.sequences[row, width:][:stop].tolist() == text[:stop]
         for step in range(stop):
-            assert (
-                float((out.logits[step][row] - single[row].logits[step][0]).abs().max())
-                < 1e-3
-            )
+            assert float((out.logits[step][row] - single[row].logits[step][0]).abs().max()) < 1e-3
 
 
 def test_num_return_sequences_and_greedy_batch() -> None:
@@ -474,18 +355,9 @@ def test_num_return_sequences_and_greedy_batch() -> None:
     prompt = clear_prompt(model, 20, 0, copy_prompt).repeat(3, 1)
     reference = model.generate(prompt, max_new_tokens=30, do_sample=False)
     rd = RetroDraft(model, budget=20)
-    assert (
-        rd.generate(prompt, max_new_tokens=30, do_sample=False).tolist()
-        == reference.tolist()
-    )
+    assert rd.generate(prompt, max_new_tokens=30, do_sample=False).tolist() == reference.tolist()
     assert rd.stats.num_target_forwards < 30
-    out = rd.generate(
-        prompt[:1],
-        max_new_tokens=30,
-        do_sample=True,
-        num_return_sequences=4,
-        temperature=0.5,
-    )
+    out = rd.generate(prompt[:1], max_new_tokens=30, do_sample=True, num_return_sequences=4, temperature=0.5)
     assert out.shape == (4, 50)
 
 
@@ -495,21 +367,12 @@ def test_continued_cache(family: str) -> None:
     model = tiny(family)
     first = clear_prompt(model, 19, 1, max_new_tokens=15)
     turn = plain(model, first, max_new_tokens=15)
-    prompt = clear_prompt(
-        model,
-        6,
-        2,
-        lambda n, seed: torch.cat([turn.sequences, random_prompt(n, seed)], dim=1),
-    )
+    prompt = clear_prompt(model, 6, 2, lambda n, seed: torch.cat([turn.sequences, random_prompt(n, seed)], dim=1))
     reference = plain(model, prompt)
     for drafted_first in (False, True):
-        rd = planted(
-            model, [text_of(turn, first), text_of(reference, prompt)], wrong=(4,)
-        )
+        rd = planted(model, [text_of(turn, first), text_of(reference, prompt)], wrong=(4,))
         wrapped = rd if drafted_first else model
-        begun = wrapped.generate(
-            first, max_new_tokens=15, do_sample=False, return_dict_in_generate=True
-        )
+        begun = wrapped.generate(first, max_new_tokens=15, do_sample=False, return_dict_in_generate=True)
         assert begun.cache.get_seq_length() == first.shape[1] + 14
         if not drafted_first:
             rd.strategy._next_row = 1
@@ -521,10 +384,7 @@ def test_continued_cache(family: str) -> None:
         assert out.sequences.tolist() == reference.sequences.tolist()
         assert max_difference(out.logits, reference.logits) < 5e-4
         assert forwards.count < TOKENS
-        assert (
-            out.cache is begun.cache
-            and out.cache.get_seq_length() == prompt.shape[1] + TOKENS - 1
-        )
+        assert out.cache is begun.cache and out.cache.get_seq_length() == prompt.shape[1] + TOKENS - 1
         assert rd.stats.num_cached_tokens == first.shape[1] + 14
 
 
@@ -532,27 +392,16 @@ def test_second_call_is_the_same_and_leaves_no_trace() -> None:
     """O11: repeated calls, an error in between, two wrappers in turn; nothing of the caller's is changed."""
     model = tiny_llama(4)
     prompts = [clear_prompt(model, 24, seed, copy_prompt) for seed in (1, 2)]
-    expected = [
-        model.generate(p, max_new_tokens=TOKENS, do_sample=False).tolist()
-        for p in prompts
-    ]
-    settings, arguments = (
-        model.generation_config.to_dict(),
-        dict(max_new_tokens=TOKENS, do_sample=False),
-    )
-    one, two = (
-        RetroDraft(model, budget=24),
-        RetroDraft(model, strategy="goose", budget=24),
-    )
+    expected = [model.generate(p, max_new_tokens=TOKENS, do_sample=False).tolist() for p in prompts]
+    settings, arguments = (model.generation_config.to_dict(), dict(max_new_tokens=TOKENS, do_sample=False))
+    one, two = (RetroDraft(model, budget=24), RetroDraft(model, strategy="goose", budget=24))
     for _ in range(3):
         for rd in (one, two):
             for prompt, ids in zip(prompts, expected, strict=True):
                 assert rd.generate(prompt, **arguments).tolist() == ids
 
         class Fails(LogitsProcessor):
-            def __call__(
-                self, input_ids: torch.Tensor, scores: torch.Tensor
-            ) -> torch.Tensor:
+            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
                 if input_ids.shape[1] > 40:
                     raise RuntimeError("on purpose")
                 return scores
@@ -572,9 +421,7 @@ def test_other_ways_in() -> None:
     reference = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
     text = text_of(plain(model, prompt), prompt)
     rd = planted(model, [text])
-    out = model.generate(
-        prompt, max_new_tokens=TOKENS, do_sample=False, custom_generate=rd
-    )
+    out = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False, custom_generate=rd)
     assert out.tolist() == reference.tolist() and rd.stats.num_target_forwards < TOKENS
     with rd.enabled():
         out = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
@@ -601,9 +448,7 @@ def test_what_cannot_be_drafted_runs_plain(name: str) -> None:
     options = dict(max_new_tokens=16, do_sample=False, **DELEGATED[name])
     expected = model.generate(prompt, **options)
     rd = RetroDraft(model, budget=8)
-    with pytest.warns(
-        UserWarning, match="retrodraft leaves this call to plain generate"
-    ):
+    with pytest.warns(UserWarning, match="retrodraft leaves this call to plain generate"):
         assert rd.generate(prompt, **options).tolist() == expected.tolist()
     assert rd.stats.num_target_forwards == 0
     with warnings.catch_warnings():
@@ -615,15 +460,10 @@ def test_custom_criteria_of_a_batch_run_plain() -> None:
     """Rows draft at their own pace, so what may look at the whole batch is left to plain generate."""
     model = tiny_llama(0)
     prompt = copy_prompt(24).repeat(2, 1)
-    options = dict(
-        max_new_tokens=16, do_sample=False, stopping_criteria=[LengthIsMultipleOf(9)]
-    )
+    options = dict(max_new_tokens=16, do_sample=False, stopping_criteria=[LengthIsMultipleOf(9)])
     rd = RetroDraft(model, budget=8)
     with pytest.warns(UserWarning, match="LengthIsMultipleOf"):
-        assert (
-            rd.generate(prompt, **options).tolist()
-            == model.generate(prompt, **options).tolist()
-        )
+        assert rd.generate(prompt, **options).tolist() == model.generate(prompt, **options).tolist()
 
 
 def test_rigged_model_follows_its_cycle() -> None:

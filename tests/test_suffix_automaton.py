@@ -21,9 +21,7 @@ def occurrences(text: list[int], pattern: list[int]) -> list[int]:
 
 def longest_suffix(text: list[int]) -> int:
     """Length of the longest proper suffix that also ends earlier."""
-    return next(
-        (n for n in range(len(text) - 1, 0, -1) if occurrences(text, text[-n:])), 0
-    )
+    return next((n for n in range(len(text) - 1, 0, -1) if occurrences(text, text[-n:])), 0)
 
 
 texts = st.integers(1, 5).flatmap(lambda k: st.lists(st.integers(0, k), max_size=60))
@@ -52,18 +50,9 @@ def test_stepping_follows_the_longest_match(text: list[int], query: list[int]) -
     automaton = SuffixAutomaton(text)
     state = length = 0
     for end, token in enumerate(query, 1):
-        state, length = step(
-            automaton.states, automaton.edges, automaton.table, state, length, token
-        )
+        state, length = step(automaton.states, automaton.edges, automaton.table, state, length, token)
         expected = next(
-            (
-                n
-                for n in range(end, 0, -1)
-                if any(
-                    text[i : i + n] == query[end - n : end] for i in range(len(text))
-                )
-            ),
-            0,
+            (n for n in range(end, 0, -1) if any(text[i : i + n] == query[end - n : end] for i in range(len(text)))), 0
         )
         assert length == expected
 
@@ -75,9 +64,7 @@ def test_a_border_is_not_crossed() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [lambda n: [7] * n, lambda n: [1, 2] * (n // 2), None],
-    ids=["one", "two", "fibonacci"],
+    "make", [lambda n: [7] * n, lambda n: [1, 2] * (n // 2), None], ids=["one", "two", "fibonacci"]
 )
 def test_worst_cases_are_linear(make: object) -> None:
     """O17: periodic and Fibonacci texts neither hang nor slow down per token."""
@@ -105,9 +92,7 @@ def test_bulk_append_is_fast_and_small() -> None:
     """At most 3 microseconds and 100 bytes a token, on a text with the repetition of prose."""
     rng = np.random.default_rng(0)
     vocabulary = rng.zipf(1.3, 200_000).clip(max=49_000)
-    text = np.concatenate(
-        [vocabulary[i : i + 40] for i in rng.integers(0, 199_000, 5000)]
-    ).astype(np.int32)
+    text = np.concatenate([vocabulary[i : i + 40] for i in rng.integers(0, 199_000, 5000)]).astype(np.int32)
     SuffixAutomaton(text[:100])
     start = time.perf_counter()
     automaton = SuffixAutomaton(text)

@@ -15,16 +15,7 @@ from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import candidates as c
 from retrodraft.kernels.adjacency import ONE, WIDTH
 from retrodraft.kernels.learning import learn_rows
-from retrodraft.kernels.suffix_automaton import (
-    COUNT,
-    HEAD,
-    LENGTH,
-    LINK,
-    NEXT,
-    TARGET,
-    TOKEN,
-    step,
-)
+from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN, step
 from retrodraft.kernels.tree import MIN_PROB, build
 from retrodraft.retro import RetroStrategy
 from retrodraft.strategy import TopLogits
@@ -36,17 +27,12 @@ VOCAB = 50
 def learned(seed: int) -> tuple[SuffixAutomaton, AdjacencyRows, np.ndarray, np.ndarray]:
     """A text with its automaton, rows with random probabilities, and random hit rates."""
     rng = np.random.default_rng(seed)
-    text = np.array(
-        repetitive(rng, int(rng.integers(3, 120)), int(rng.integers(2, VOCAB))),
-        np.int32,
-    )
+    text = np.array(repetitive(rng, int(rng.integers(3, 120)), int(rng.integers(2, VOCAB))), np.int32)
     rows = AdjacencyRows(VOCAB, num_pairs=64)
     for _ in range(int(rng.integers(0, 60))):
         ids = rng.permutation(VOCAB)[:WIDTH].astype(np.int32)[None]
         probs = np.sort(rng.dirichlet(np.ones(WIDTH)))[::-1].astype(np.float32)[None]
-        previous, token = (
-            np.array([value], np.int32) for value in rng.integers(0, VOCAB, 2)
-        )
+        previous, token = (np.array([value], np.int32) for value in rng.integers(0, VOCAB, 2))
         learn_rows(rows.arrays, previous, token, ids, probs, 0.5, 1)
     return SuffixAutomaton(text), rows, text, rng.random(c.NUM_CELLS).astype(np.float32)
 
@@ -57,12 +43,7 @@ def bucket(value: float, bounds: tuple[float, ...]) -> int:
 
 
 def gather_in_python(
-    automaton: SuffixAutomaton,
-    rows: AdjacencyRows,
-    state: int,
-    length: int,
-    previous: int,
-    token: int,
+    automaton: SuffixAutomaton, rows: AdjacencyRows, state: int, length: int, previous: int, token: int
 ) -> dict[int, int]:
     """Token -> cell, written from the layout in `kernels/candidates.py`."""
     match: dict[int, int] = {}
@@ -77,11 +58,7 @@ def gather_in_python(
         total = sum(count for _, count in edges)
         for found, count in edges:
             size = bucket(-length, (-2, -3, -5, -9, -17)) if length > 1 else 0
-            share = (
-                min(total, 3) - 1
-                if len(edges) == 1
-                else 3 + bucket(count / total, (0.6, 0.3))
-            )
+            share = min(total, 3) - 1 if len(edges) == 1 else 3 + bucket(count / total, (0.6, 0.3))
             match.setdefault(found, 1 + (shorter * 6 + size) * 6 + share)
         shorter = 1 if edges else shorter
         orders += 1
@@ -93,35 +70,17 @@ def gather_in_python(
     cells = {}
     for found in [*match, *pair_row, *token_row]:
         strong = pair_row if pair_row else token_row
-        pair = (
-            1 + bucket(strong[found], (0.9, 0.6, 0.3, 0.1, 0.03, 0.005))
-            if found in strong
-            else 0
-        )
-        single = (
-            2 + bucket(token_row[found], (0.5, 0.15, 0.03))
-            if found in token_row
-            else int(bool(token_row))
-        )
-        cells[found] = (
-            match.get(found, 0) * c.NUM_PAIR + evidence * 8 + pair
-        ) * c.NUM_TOKEN + single
+        pair = 1 + bucket(strong[found], (0.9, 0.6, 0.3, 0.1, 0.03, 0.005)) if found in strong else 0
+        single = 2 + bucket(token_row[found], (0.5, 0.15, 0.03)) if found in token_row else int(bool(token_row))
+        cells[found] = (match.get(found, 0) * c.NUM_PAIR + evidence * 8 + pair) * c.NUM_TOKEN + single
     return cells
 
 
 def gather_compiled(
-    automaton: SuffixAutomaton,
-    rows: AdjacencyRows,
-    state: int,
-    length: int,
-    previous: int,
-    token: int,
+    automaton: SuffixAutomaton, rows: AdjacencyRows, state: int, length: int, previous: int, token: int
 ) -> dict[int, int]:
     """The kernel's answer in the same form."""
-    tokens, cells = (
-        np.empty(c.MAX_CANDIDATES, np.int32),
-        np.empty(c.MAX_CANDIDATES, np.int32),
-    )
+    tokens, cells = (np.empty(c.MAX_CANDIDATES, np.int32), np.empty(c.MAX_CANDIDATES, np.int32))
     sources = np.empty(c.MAX_CANDIDATES, np.uint8)
     stores = ((automaton.states, automaton.edges, automaton.table, automaton.meta),)
     found = c.gather(
@@ -143,12 +102,7 @@ def test_candidates_and_their_cells(seed: int) -> None:
 
 
 def best_first(
-    automaton: SuffixAutomaton,
-    rows: AdjacencyRows,
-    text: np.ndarray,
-    rates: np.ndarray,
-    nodes: int,
-    depth: int,
+    automaton: SuffixAutomaton, rows: AdjacencyRows, text: np.ndarray, rates: np.ndarray, nodes: int, depth: int
 ) -> list[float]:
     """Path probabilities of the best tree, falling, by a heap of Python objects."""
     state, length = automaton.match()
@@ -156,19 +110,10 @@ def best_first(
 
     def expand(prob: float, path: tuple[int, ...], state: int, length: int) -> None:
         ends = [*text[-2:].tolist(), *path][-2:]
-        for token, cell in gather_compiled(
-            automaton, rows, state, length, *ends
-        ).items():
+        for token, cell in gather_compiled(automaton, rows, state, length, *ends).items():
             value = float(np.float32(np.float32(prob) * rates[cell]))
             if len(path) < depth and value >= MIN_PROB:
-                after = step(
-                    automaton.states,
-                    automaton.edges,
-                    automaton.table,
-                    state,
-                    length,
-                    token,
-                )
+                after = step(automaton.states, automaton.edges, automaton.table, state, length, token)
                 heapq.heappush(heap, (-value, (*path, token), *after))
 
     expand(1.0, (), state, length)
@@ -186,9 +131,7 @@ def test_builder_takes_the_best_nodes(seed: int, nodes: int, depth: int) -> None
     automaton, rows, text, rates = learned(seed)
     tree = built(automaton, rows, text, rates, np.zeros(nodes + 1), depth)
     expected = best_first(automaton, rows, text, rates, nodes, depth)
-    assert sorted(tree.probs[1:].tolist(), reverse=True) == pytest.approx(
-        expected, rel=1e-5
-    )
+    assert sorted(tree.probs[1:].tolist(), reverse=True) == pytest.approx(expected, rel=1e-5)
     assert len(paths_of(tree)) == len(tree) - 1
     check_order(tree)
 
@@ -200,10 +143,7 @@ def built(
     """Run the kernel."""
     state, length = automaton.match()
     n = len(prices)
-    arrays = [
-        np.empty(n, kind)
-        for kind in (np.int32, np.int32, np.int32, np.float32, np.uint8)
-    ]
+    arrays = [np.empty(n, kind) for kind in (np.int32, np.int32, np.int32, np.float32, np.uint8)]
     count = build(
         ((automaton.states, automaton.edges, automaton.table, automaton.meta),), np.zeros(1, np.int32), rows.arrays,
         rates, np.ones_like(rates), np.array([state], np.int32), np.array([length], np.int32),
@@ -215,10 +155,7 @@ def built(
 def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
     """Token paths of all nodes but the root."""
     mask = tree.ancestor_mask()
-    return {
-        tuple(tree.token_ids[mask[node].nonzero()[0][1:]].tolist())
-        for node in range(1, len(tree))
-    }
+    return {tuple(tree.token_ids[mask[node].nonzero()[0][1:]].tolist()) for node in range(1, len(tree))}
 
 
 def check_order(tree: DraftTree) -> None:
@@ -272,12 +209,7 @@ def test_mask_is_the_ancestor_relation(choices: list[int]) -> None:
 def test_children_are_found_by_token() -> None:
     tree = DraftTree.from_nodes(1, [5, 6, 5], [0, 0, 1])
     assert tree.token_ids.tolist() == [1, 5, 5, 6]
-    assert [tree.child(0, 5), tree.child(0, 6), tree.child(0, 9), tree.child(1, 5)] == [
-        1,
-        3,
-        -1,
-        2,
-    ]
+    assert [tree.child(0, 5), tree.child(0, 6), tree.child(0, 9), tree.child(1, 5)] == [1, 3, -1, 2]
 
 
 def test_rows_blend_and_stay_bounded() -> None:
@@ -287,19 +219,11 @@ def test_rows_blend_and_stay_bounded() -> None:
     probs = np.array([[0.8, 0.2]], np.float32)
     first, second = np.array([1], np.int32), np.array([2], np.int32)
     learn_rows(rows.arrays, first, second, one, probs, 0.5, 1)
-    assert (
-        rows.row(2)
-        == rows.row(2, 1)
-        == [(4, pytest.approx(0.8, abs=1 / ONE)), (5, pytest.approx(0.2, abs=1 / ONE))]
-    )
+    assert rows.row(2) == rows.row(2, 1) == [(4, pytest.approx(0.8, abs=1 / ONE)), (5, pytest.approx(0.2, abs=1 / ONE))]
     learn_rows(rows.arrays, first, second, two, probs, 0.25, 2)
-    assert dict(rows.row(2)) == {
-        t: pytest.approx(p, abs=3 / ONE) for t, p in {4: 0.6, 5: 0.35, 6: 0.05}.items()
-    }
+    assert dict(rows.row(2)) == {t: pytest.approx(p, abs=3 / ONE) for t, p in {4: 0.6, 5: 0.35, 6: 0.05}.items()}
     for stamp in range(40):
-        learn_rows(
-            rows.arrays, np.array([stamp], np.int32), second, one, probs, 0.5, 3 + stamp
-        )
+        learn_rows(rows.arrays, np.array([stamp], np.int32), second, one, probs, 0.5, 3 + stamp)
     kept = [pair for pair in range(40) if rows.row(2, pair)]
     assert len(kept) == np.count_nonzero(rows.pair_keys) <= 16
     assert max(kept) == 39
@@ -308,11 +232,7 @@ def test_rows_blend_and_stay_bounded() -> None:
 def test_memory_for_a_large_vocabulary() -> None:
     """Rows and hit rates for 152k tokens stay below 64 MB."""
     strategy = RetroStrategy(152_000)
-    held = (
-        strategy.adjacency.nbytes
-        + strategy.calibration.hits.nbytes
-        + strategy.calibration.trials.nbytes
-    )
+    held = strategy.adjacency.nbytes + strategy.calibration.hits.nbytes + strategy.calibration.trials.nbytes
     assert held <= 64 * 2**20
 
 
@@ -328,9 +248,7 @@ def test_hit_rates_follow_outcomes_in_the_tree_or_not() -> None:
     changed = after != before
     assert changed.any() and (after[changed] > before[changed]).mean() > 0.5
     strategy.reset()
-    assert np.array_equal(
-        strategy.calibration.hits / strategy.calibration.trials, before
-    )
+    assert np.array_equal(strategy.calibration.hits / strategy.calibration.trials, before)
 
 
 def test_draft_is_flat_in_the_length_of_the_context() -> None:
@@ -343,10 +261,7 @@ def test_draft_is_flat_in_the_length_of_the_context() -> None:
         strategy = RetroStrategy(1000)
         row = strategy.row()
         text = np.array(repetitive(rng, length, 1000), np.int32)
-        top = TopLogits(
-            rng.integers(0, 1000, (1000, 8)).astype(np.int32),
-            np.full((1000, 8), 0.1, np.float32),
-        )
+        top = TopLogits(rng.integers(0, 1000, (1000, 8)).astype(np.int32), np.full((1000, 8), 0.1, np.float32))
         row.begin(text, top)
         times = []
         for token in text[:200]:

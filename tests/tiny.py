@@ -20,9 +20,7 @@ _GPT2 = dict(
     vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=512, initializer_range=0.3, pad_token_id=0,
     bos_token_id=1, eos_token_id=None,
 )  # fmt: skip
-_MIXED = dict(
-    sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
-)
+_MIXED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
 
 # name -> (model type, changes to the small configuration, attention implementations)
@@ -66,7 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "llama4_text",
         dict(
             head_dim=16, attention_chunk_size=WINDOW, num_local_experts=2, num_experts_per_tok=1,
-            intermediate_size_mlp=96, layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0], attn_temperature_tuning=False,
+            intermediate_size_mlp=96, layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0],
+            attn_temperature_tuning=False,
         ),
         BOTH,
     ),
@@ -91,9 +90,7 @@ def tiny(family: str, attn: str | None = None, seed: int = 0) -> Any:
     settings = changes if "vocab_size" in changes else {**_SMALL, **changes}
     config = AutoConfig.for_model(kind, **settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attn or implementations[0]
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attn or implementations[0])
     return model.eval()
 
 
@@ -107,14 +104,7 @@ def rigged_llama(successor: list[int]) -> Any:
     """Model R of the tests: the next token is exactly `successor[last token]`."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(
-            **{
-                **_SMALL,
-                "hidden_size": 128,
-                "vocab_size": len(successor),
-                "pad_token_id": None,
-            }
-        )
+        LlamaConfig(**{**_SMALL, "hidden_size": 128, "vocab_size": len(successor), "pad_token_id": None})
     ).eval()
     with torch.no_grad():
         for layer in model.model.layers:
@@ -130,9 +120,7 @@ def rigged_llama(successor: list[int]) -> Any:
 
 def random_prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     """int64 [1, length] of ids from 2 on."""
-    return torch.randint(
-        2, vocab, (1, length), generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randint(2, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def copy_prompt(length: int = 30, seed: int = 0) -> torch.Tensor:
@@ -150,9 +138,7 @@ class PlantedStrategy:
     proposers = {1: "planted"}
     top_k = 0
 
-    def __init__(
-        self, texts: list[list[int]], depth: int = 6, wrong: Any = (), width: int = 2
-    ) -> None:
+    def __init__(self, texts: list[list[int]], depth: int = 6, wrong: Any = (), width: int = 2) -> None:
         self.texts, self.depth, self.wrong, self.width = texts, depth, set(wrong), width
         self._next_row = 0
 
@@ -184,11 +170,7 @@ class _PlantedRow:
             if place >= len(self._text):
                 break
             right = self._text[place]
-            siblings = (
-                []
-                if chain
-                else [(right + 1 + i) % VOCAB for i in range(self._shared.width - 1)]
-            )
+            siblings = [] if chain else [(right + 1 + i) % VOCAB for i in range(self._shared.width - 1)]
             offered = [*siblings, *([] if place in self._shared.wrong else [right])]
             if chain and place in self._shared.wrong:
                 offered = [(right + 1) % VOCAB]
@@ -199,11 +181,7 @@ class _PlantedRow:
                 parents.append(parent)
                 if token == right or (chain and token == offered[-1]):
                     following = len(tokens)
-            if (
-                not offered
-                or place in self._shared.wrong
-                or len(tokens) + 1 >= len(prices)
-            ):
+            if not offered or place in self._shared.wrong or len(tokens) + 1 >= len(prices):
                 break
             parent = following
         return DraftTree.from_nodes(self._root(), tokens, parents)
@@ -246,9 +224,7 @@ class ForwardCount:
 def max_difference(a: Any, b: Any) -> float:
     """Largest absolute difference over two tuples of tensors of one length."""
     assert len(a) == len(b)
-    return max(
-        float((x.float() - y.float()).abs().max()) for x, y in zip(a, b, strict=True)
-    )
+    return max(float((x.float() - y.float()).abs().max()) for x, y in zip(a, b, strict=True))
 
 
 def repetitive(rng: np.random.Generator, length: int, alphabet: int) -> list[int]:

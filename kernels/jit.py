@@ -1,0 +1,42 @@
+"""`njit` for every kernel: compiled code is kept on disk where that is possible, and its loss is never fatal."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numba
+
+
+def njit(function: Callable[..., Any]) -> Any:
+    """`numba.njit(cache=True, nogil=True)` that also works without a writable folder and over a damaged cache."""
+    try:
+        compiled = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder can hold the cache: compile anew in each process
+        return numba.njit(nogil=True)(function)
+    cache = getattr(compiled, "_cache", None)  # None where NUMBA_DISABLE_JIT is set
+    if cache is not None:
+        _guard(cache)
+    return compiled
+
+
+def _guard(cache: Any) -> None:
+    """Let a file that can't be read count as absent, and one that can't be written as not needed."""
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_overload(signature: Any, context: Any) -> Any:
+        try:
+            return load(signature, context)
+        except (EOFError, pickle.UnpicklingError, ValueError, OSError):
+            try:
+                cache.flush()
+            except OSError:
+                pass  # stays damaged, and is compiled around each time
+            return None
+
+    def save_overload(signature: Any, data: Any) -> None:
+        try:
+            save(signature, data)
+        except (EOFError, pickle.UnpicklingError, OSError):
+            pass  # only the next process is slower for it
+
+    cache.load_overload, cache.save_overload = load_overload, save_overload
