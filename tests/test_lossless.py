@@ -22,6 +22,7 @@ from tiny import (
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
 from retrodraft import RetroDraft
+from retrodraft.compat import CACHE_ARG
 from retrodraft.strategy import STRATEGIES
 
 TOKENS = 40
@@ -79,7 +80,7 @@ def test_every_family(family: str, attn: str) -> None:
     assert rd.capabilities.mode == EXPECTED_MODE[family]
     out = check_equal(rd, prompt, reference)
     if family != "mamba2":
-        assert out.cache.get_seq_length() == prompt.shape[1] + TOKENS - 1
+        assert out[CACHE_ARG].get_seq_length() == prompt.shape[1] + TOKENS - 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -108,7 +109,7 @@ def test_accepting_none_one_some_and_all(seed: int, prompt_seed: int) -> None:
     for wrong in patterns.values():
         rd = planted(model, [text], wrong=wrong, depth=6)
         out = check_equal(rd, prompt, reference, tolerance=1e-4)
-        assert out.cache.get_seq_length() == prompt.shape[1] + TOKENS - 1
+        assert out[CACHE_ARG].get_seq_length() == prompt.shape[1] + TOKENS - 1
     rd = planted(model, [text], wrong=range(TOKENS), width=3)  # nothing is ever accepted
     assert rd.generate(prompt, max_new_tokens=TOKENS, do_sample=False).tolist() == reference.sequences.tolist()
     assert rd.stats.num_accepted_tokens == 0 and rd.stats.num_draft_tokens > 0
@@ -373,18 +374,18 @@ def test_continued_cache(family: str) -> None:
         rd = planted(model, [text_of(turn, first), text_of(reference, prompt)], wrong=(4,))
         wrapped = rd if drafted_first else model
         begun = wrapped.generate(first, max_new_tokens=15, do_sample=False, return_dict_in_generate=True)
-        assert begun.cache.get_seq_length() == first.shape[1] + 14
+        assert begun[CACHE_ARG].get_seq_length() == first.shape[1] + 14
         if not drafted_first:
             rd.strategy._next_row = 1
         with ForwardCount(model) as forwards:
             out = rd.generate(
-                prompt, cache=begun.cache, max_new_tokens=TOKENS, do_sample=False, return_dict_in_generate=True,
-                output_logits=True,
+                prompt, **{CACHE_ARG: begun[CACHE_ARG]}, max_new_tokens=TOKENS, do_sample=False,
+                return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
         assert out.sequences.tolist() == reference.sequences.tolist()
         assert max_difference(out.logits, reference.logits) < 5e-4
         assert forwards.count < TOKENS
-        assert out.cache is begun.cache and out.cache.get_seq_length() == prompt.shape[1] + TOKENS - 1
+        assert out[CACHE_ARG] is begun[CACHE_ARG] and out[CACHE_ARG].get_seq_length() == prompt.shape[1] + TOKENS - 1
         assert rd.stats.num_cached_tokens == first.shape[1] + 14
 
 
