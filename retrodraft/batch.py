@@ -8,7 +8,7 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrodraft.cache import DraftCache, cached_length
-from retrodraft.compat import CACHE_ARG, cache_in
+from retrodraft.compat import CACHE_ARG, CACHE_ARGS, cache_arg, cache_in
 from retrodraft.outputs import Recorder, stacked
 from retrodraft.snapshot import SnapshotVerifier
 from retrodraft.stats import DecodingStats
@@ -56,7 +56,15 @@ class Batch:
         batch_size = input_ids.shape[0]
         self._pads: list[int] = [0] * batch_size if mask is None else (mask == 0).sum(-1).tolist()
         # Everything else the caller sent along to the model goes into every forward, as plain generate does it.
-        skipped = {"cache", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+        skipped = {
+            "cache",
+            "past_key_values",
+            "cache_params",
+            "attention_mask",
+            "position_ids",
+            "use_cache",
+            "logits_to_keep",
+        }
         skipped |= {"inputs_embeds", "return_dict"}
         self._forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in skipped and v is not None}
         self._cache: DraftCache | None = None
@@ -94,7 +102,7 @@ class Batch:
         kwargs = dict(self._model_kwargs)
         cached = cached_length(self._native)
         if self._cache is not None:
-            kwargs[CACHE_ARG] = self._cache
+            kwargs[cache_arg(self._target.model)] = self._cache
             self._cache.stage(False)
         output = self._target.model._prefill(self._input_ids, self._config, kwargs, is_first_iteration=True)
         if self._cache is not None:

@@ -23,7 +23,7 @@ import torch
 from transformers import DynamicCache
 
 from retrodraft.cache import DraftCache
-from retrodraft.compat import CACHE_ARG
+from retrodraft.compat import cache_arg
 from retrodraft.folders import cache_folder
 from retrodraft.target import TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
@@ -93,7 +93,7 @@ def _filled_cache(model: Any, length: int) -> DraftCache:
     cache = DraftCache(DynamicCache(config=model.config.get_text_config()), 1)
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
-    model(input_ids=token_ids.to(model.device), use_cache=True, **{CACHE_ARG: cache})
+    model(input_ids=token_ids.to(model.device), use_cache=True, **{cache_arg(model): cache})
     return cache
 
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from transformers.generation import logits_process, stopping_criteria
 
 from retrodraft.cache import DraftCache, cached_length, unsupported_layer
-from retrodraft.compat import CACHE_ARG, cache_in
+from retrodraft.compat import CACHE_ARGS, cache_arg, cache_in
 from retrodraft.folders import cache_folder
 from retrodraft.snapshot import SnapshotVerifier
 from retrodraft.target import TargetModel, tree_hooks
@@ -114,7 +114,7 @@ def _try_shapes(model: Any, shapes: list[tuple[list[int], list[int]]]) -> float:
         raise ValueError(reason)
     prefix, fresh = _probe_text(model)
     cache = DraftCache(native, 1)
-    model(input_ids=torch.tensor([prefix], device=model.device), use_cache=True, **{CACHE_ARG: cache})
+    model(input_ids=torch.tensor([prefix], device=model.device), use_cache=True, **{cache_arg(model): cache})
     target = TargetModel(model)
     mask = target.prefix_mask()
     worst = 0.0
@@ -193,7 +193,7 @@ _ROWWISE_CRITERIA = (
     stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria, stopping_criteria.StopStringCriteria
 )  # fmt: skip
 _KNOWN_KWARGS = {
-    "cache", "past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_attentions",
+    *CACHE_ARGS, "attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_attentions",
     "output_hidden_states", "inputs_embeds", "return_dict",
 }  # fmt: skip
 

@@ -9,12 +9,13 @@ from typing import Any
 from transformers import cache_utils
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
-# 5.2x renamed the keyword `past_key_values` of forward, generate and the outputs to `cache`.
+# Later versions call the keyword `past_key_values` of forward, generate and the outputs `cache`.
 CACHE_ARG = (
     "cache"
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
+CACHE_ARGS = ("cache", "past_key_values", "cache_params")
 INDEXED_LAYER = getattr(cache_utils, "DynamicIndexedLayer", None)  # sparse attention (DeepSeek 3.2)
 DUMMY_LAYER = getattr(cache_utils, "DummyLayer", None)  # layers that share another one's keys and values
 
@@ -24,10 +25,15 @@ def decoding_methods() -> dict[Any, str]:
     return {mode: name for mode, name in GENERATION_MODES_MAPPING.items() if "/" not in name}
 
 
+def cache_arg(model: Any) -> str:
+    """Name under which a model's forward takes its cache; before the renaming, Mamba models had one of their own."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in (CACHE_ARG, "cache_params") if name in parameters), CACHE_ARG)
+
+
 def cache_in(kwargs: dict[str, Any]) -> Any:
-    """The cache among the keyword arguments of a call, under either of its names, or None."""
-    found = kwargs.get("cache")
-    return found if found is not None else kwargs.get("past_key_values")
+    """The cache among the keyword arguments of a call, under whichever name, or None."""
+    return next((kwargs[name] for name in CACHE_ARGS if kwargs.get(name) is not None), None)
 
 
 def streamer_of_caller() -> Any:

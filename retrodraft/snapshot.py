@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from retrodraft.compat import CACHE_ARG
+from retrodraft.compat import cache_arg
 
 
 class SnapshotVerifier:
@@ -29,7 +29,7 @@ class SnapshotVerifier:
 
     def prefill(self, input_ids: torch.Tensor) -> Any:
         """Feed the prompt [1, length]; returns the model's output."""
-        return self.model(input_ids=input_ids, use_cache=True, **{CACHE_ARG: self.cache})
+        return self.model(input_ids=input_ids, use_cache=True, **{cache_arg(self.model): self.cache})
 
     def verify(self, token_ids: list[int], **forward_kwargs: Any) -> torch.Tensor:
         """Logits [len(token_ids), vocab_size] after each of the tokens, root first."""
@@ -43,7 +43,7 @@ class SnapshotVerifier:
         self._snapshot = [_copied(layer) for layer in self.cache.layers]
         self._fed = self.replay + token_ids
         ids = torch.tensor([self._fed], device=self.model.device)
-        return self.model(input_ids=ids, use_cache=True, **{CACHE_ARG: self.cache}, **forward_kwargs)
+        return self.model(input_ids=ids, use_cache=True, **{cache_arg(self.model): self.cache}, **forward_kwargs)
 
     def commit(self, accepted: int) -> None:
         """Keep the first `accepted` tokens of the last `verify`."""

@@ -18,7 +18,7 @@ from transformers import masking_utils
 from transformers.integrations import sdpa_attention
 
 from retrodraft.cache import DraftCache
-from retrodraft.compat import CACHE_ARG
+from retrodraft.compat import cache_arg
 from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, tree_mask_function
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
@@ -84,6 +84,7 @@ class TargetModel:
     def __init__(self, model: Any) -> None:
         self.model = model
         parameters = inspect.signature(model.forward).parameters
+        self._cache_arg = cache_arg(model)
         self._takes_positions = "position_ids" in parameters
         self._implementation: str = model.config._attn_implementation
         dtype = model.dtype
@@ -121,7 +122,7 @@ class TargetModel:
             positions = layout.position_ids
         else:
             positions = torch.tensor([cache.lengths], device=device)
-        kwargs: dict[str, Any] = {"input_ids": token_ids.to(device), CACHE_ARG: cache, "use_cache": True}
+        kwargs: dict[str, Any] = {"input_ids": token_ids.to(device), self._cache_arg: cache, "use_cache": True}
         if self._takes_positions:
             kwargs["position_ids"] = positions
         cache.stage()
