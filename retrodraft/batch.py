@@ -56,16 +56,8 @@ class Batch:
         batch_size = input_ids.shape[0]
         self._pads: list[int] = [0] * batch_size if mask is None else (mask == 0).sum(-1).tolist()
         # Everything else the caller sent along to the model goes into every forward, as plain generate does it.
-        skipped = {
-            "cache",
-            "past_key_values",
-            "cache_params",
-            "attention_mask",
-            "position_ids",
-            "use_cache",
-            "logits_to_keep",
-        }
-        skipped |= {"inputs_embeds", "return_dict"}
+        skipped = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "inputs_embeds", "return_dict"}
+        skipped |= set(CACHE_ARGS)
         self._forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in skipped and v is not None}
         self._cache: DraftCache | None = None
         self._recurrent: SnapshotVerifier | None = None
