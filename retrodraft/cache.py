@@ -155,8 +155,11 @@ class DraftLayer(CacheLayerMixin):
 
 
 def _room(states: torch.Tensor, capacity: int, copy: bool = False) -> torch.Tensor:
-    """Buffer of `capacity` slots for states of this shape; with `copy`, the states lie at its front."""
-    buffer = states.new_empty(*states.shape[:2], max(capacity, states.shape[-2]), states.shape[-1])
+    """Buffer of `capacity` slots for states of this shape; with `copy`, the states lie at its front.
+
+    Zeros, since a short row's unused slots take part in attention: masked, but zero times NaN is NaN.
+    """
+    buffer = states.new_zeros(*states.shape[:2], max(capacity, states.shape[-2]), states.shape[-1])
     if copy:
         buffer[:, :, : states.shape[-2]] = states
     return buffer

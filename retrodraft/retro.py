@@ -113,7 +113,9 @@ class RetroRow:
             top_ids, top_probs = (np.full((len(path), width), -1, np.int32), np.zeros((len(path), width), np.float32))
         else:
             top_ids, top_probs = top.token_ids[visited], top.probs[visited]
-            rejected = np.setdiff1d(np.flatnonzero(top.token_ids[:, 0] >= 0), visited)
+            known = top.token_ids[:, 0] >= 0
+            known[visited] = False
+            rejected = np.flatnonzero(known)
             if len(rejected):
                 others = TopLogits(top.token_ids[rejected], top.probs[rejected])
                 before = tree.token_ids[tree.parents[rejected]]
