@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from transformers import DynamicCache
 
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
-from retrodraft.folders import cache_folder
+from retrodraft.folders import cache_folder, keep
 from retrodraft.target import TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
 
@@ -112,15 +111,8 @@ def cached_cost_curve(model: Any) -> CostCurve:
 
 
 def store_cost_curve(model: Any, curve: CostCurve) -> None:
-    """Replace the stored curve of this model; a read-only cache folder only means measuring again next time."""
-    path = cache_folder() / f"cost-{curve_key(model)}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(asdict(curve), file)
-        os.replace(file.name, path)
-    except OSError:
-        return
+    """Replace the stored curve of this model."""
+    keep(cache_folder() / f"cost-{curve_key(model)}.json", asdict(curve))
 
 
 def curve_key(model: Any) -> str:

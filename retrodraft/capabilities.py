@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -22,7 +20,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from retrodraft.cache import DraftCache, cached_length, unsupported_layer
 from retrodraft.compat import CACHE_ARGS, cache_arg, cache_in
-from retrodraft.folders import cache_folder
+from retrodraft.folders import cache_folder, keep
 from retrodraft.snapshot import SnapshotVerifier
 from retrodraft.target import TargetModel, tree_hooks
 from retrodraft.tree import DraftTree
@@ -61,13 +59,7 @@ def probe(model: Any) -> Capabilities:
     verdict = run_probe(model)
     if verdict.mode == "plain":
         return verdict  # not kept: broken weights, say, must not tell on the next model of this configuration
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(asdict(verdict), file)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # a read-only home only means probing again next time
+    keep(path, asdict(verdict))
     return verdict
 
 
