@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from retrodraft import __version__
 from retrodraft.decoder import RetroDraft
 from retrodraft.models import load_model
-from retrodraft.plots import plot_speedups
+from retrodraft.plots import plot_speedups, require_matplotlib
 from retrodraft.reports import markdown, print_results
 from retrodraft.strategy import STRATEGIES
 from retrodraft.workloads import WorkloadItem, read_workload, render_prompt
@@ -26,6 +28,7 @@ from retrodraft.workloads import WorkloadItem, read_workload, render_prompt
 SYSTEMS = ("plain", "hf-prompt-lookup", *STRATEGIES)
 HF_LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, the value of transformers' documentation
 RESAMPLES = 2000
+NEAR_TIE = 1e-4  # of two float32 logits, which differ in their last bits from one forward shape to another
 Run = dict[str, Any]
 
 
@@ -62,28 +65,54 @@ def run_bench(settings: BenchSettings, folder: Path) -> dict[str, Any]:
 
     Raises ValueError for bad settings, an unreadable workload, or a folder that holds a run with other settings.
     """
-    from retrodraft.cli import parse_budget
+    from retrodraft.cli import check_temperature, parse_budget, set_threads
 
     budget = parse_budget(settings.budget)
     items = read_workload(settings.workload)
-    log = RunLog(folder, settings)
+    check_temperature(settings.temperature)
+    set_threads(settings.threads)
+    require_matplotlib()
+    lock = FileLock(folder / "runs.lock", timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(f"another benchmark is writing to {str(folder)!r}") from error
+    except OSError as error:
+        raise ValueError(f"output folder {str(folder)!r} can't be written: {error.strerror or error}") from error
+    try:
+        return _run_bench(settings, folder, items, budget)
+    finally:
+        lock.release()
+
+
+def _run_bench(settings: BenchSettings, folder: Path, items: list[WorkloadItem], budget: int | str) -> dict[str, Any]:
+    digest = hashlib.sha256(Path(settings.workload).read_bytes()).hexdigest()
+    log = RunLog(folder, {**asdict(settings), "workload_sha256": digest, **machine()})
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device, settings.attn)
-    prompts = _prompts(items, tokenizer, settings)
+    prompts = _prompts(items, tokenizer, model, settings)
     names = ["plain", *(name for name in dict.fromkeys(settings.systems) if name != "plain")]
     drafters = {
         name: RetroDraft(model, tokenizer, strategy=name, budget=budget, reproducible=settings.reproducible)
         for name in names
         if name in STRATEGIES
     }
-    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as progress:
         task = progress.add_task("bench", total=len(prompts) * len(names))
         for name in names:
             _timed_run(name, drafters, model, prompts[0][1][:64], settings, new_tokens=8)  # compiles and warms up
+        for drafter in drafters.values():
+            drafter.reset()
+        if settings.warm and log.done and any((item.id, name) not in log.done for item, _ in prompts for name in names):
+            log.add_restart()
         for number, (item, prompt) in enumerate(prompts):
             for offset in range(len(names)):
                 name = names[(number + offset) % len(names)]  # no system always runs first
@@ -93,36 +122,37 @@ def run_bench(settings: BenchSettings, folder: Path) -> dict[str, Any]:
                     run = _timed_run(name, drafters, model, prompt, settings, settings.max_new_tokens)
                     log.add({"id": item.id, "category": item.category, "system": name, **run})
                 progress.update(task, advance=1, description=f"{item.id} {name}")
-    results = summarise(
-        log.runs(names, {item.id for item, _ in prompts}), names, settings, model, dict(_by_id(prompts))
-    )
+    by_id = {item.id: prompt for item, prompt in prompts}
+    results = summarise(log.runs(names, set(by_id)), names, settings, model, by_id)
     results["num_left_out"] = min(len(items), settings.limit or len(items)) - len(prompts)
+    results["num_restarts"] = log.num_restarts
+    results["workload_sha256"] = digest
     _write_results(results, folder)
     print_results(results)
     return results
 
 
-def _by_id(prompts: list[tuple[WorkloadItem, list[int]]]) -> list[tuple[str, list[int]]]:
-    return [(item.id, prompt) for item, prompt in prompts]
-
-
 def _prompts(
-    items: list[WorkloadItem], tokenizer: Any, settings: BenchSettings
+    items: list[WorkloadItem], tokenizer: Any, model: Any, settings: BenchSettings
 ) -> list[tuple[WorkloadItem, list[int]]]:
-    """Rendered prompts, evenly spread over the file, without those that are too long."""
+    """Rendered prompts, evenly spread over the file, without those too long for the settings or the model's window."""
+    window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    longest = min(settings.max_prompt_tokens, window - settings.max_new_tokens)
     if settings.limit and settings.limit < len(items):
         items = [items[round(i * (len(items) - 1) / max(settings.limit - 1, 1))] for i in range(settings.limit)]
     rendered = [(item, render_prompt(tokenizer, item.messages)) for item in items]
-    kept = [(item, ids) for item, ids in rendered if len(ids) <= settings.max_prompt_tokens]
+    kept = [(item, ids) for item, ids in rendered if len(ids) <= longest]
     if not kept:
-        raise ValueError(f"every prompt is longer than max_prompt_tokens={settings.max_prompt_tokens}")
+        raise ValueError(
+            f"every prompt is longer than {longest} tokens, all that max_prompt_tokens and the model allow"
+        )
     return kept
 
 
 def _timed_run(
     name: str, drafters: dict[str, RetroDraft], model: Any, prompt: list[int], settings: BenchSettings, new_tokens: int
 ) -> Run:
-    """One generate call; forwards and tokens fed are counted at the model, the same way for every system."""
+    """One generate call; forwards and the tokens they take are counted at the model, the same way for every system."""
     ids = torch.tensor([prompt], device=model.device)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new_tokens, "do_sample": False}
     if settings.temperature > 0:
@@ -130,63 +160,93 @@ def _timed_run(
     if name == "hf-prompt-lookup":
         options["prompt_lookup_num_tokens"] = HF_LOOKUP_TOKENS
     fed: list[int] = []
+    starts: list[float] = []
 
     def count(module: Any, args: Any, kwargs: Any) -> None:
         fed.append(kwargs["input_ids"].shape[1])
+        starts.append(time.perf_counter())
 
     handle = model.register_forward_pre_hook(count, with_kwargs=True)
     call = drafters[name].generate if name in drafters else model.generate
     torch.manual_seed(settings.seed)
     try:
+        _wait(model)
         start = time.perf_counter()
         out = call(ids, **options)
-        seconds = time.perf_counter() - start
+        _wait(model)
+        end = time.perf_counter()
     finally:
         handle.remove()
     tokens = out[0, len(prompt) :].tolist()
     draft_us = [round(value) for value in drafters[name].stats.draft_us] if name in drafters else []
     return {
-        "seconds": seconds, "forwards": len(fed), "nodes": sum(fed[1:]) - len(fed[1:]), "token_ids": tokens,
-        "draft_us": draft_us,
+        "seconds": end - start, "decode_seconds": end - starts[1] if len(starts) > 1 else 0.0, "forwards": len(fed),
+        # the prompt's forward may hold drafts too (Hugging Face's does); each later one holds a root
+        "nodes": sum(fed) - len(prompt) - (len(fed) - 1), "token_ids": tokens, "draft_us": draft_us,
     }  # fmt: skip
 
 
-class RunLog:
-    """The finished runs of a folder, one JSON line each; the first line holds the settings."""
+def _wait(model: Any) -> None:
+    """Until the device has done what was asked of it."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
 
-    def __init__(self, folder: Path, settings: BenchSettings) -> None:
+
+class RunLog:
+    """The finished runs of a folder, one JSON line each; the first line holds what they depend on."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.num_restarts = 0  # of warm runs, each of which forgot what had been learned
         self._path = folder / "runs.jsonl"
+        self._settings = settings
         self._runs: list[Run] = []
-        wanted = {"settings": asdict(settings)}
-        folder.mkdir(parents=True, exist_ok=True)
+        self._fresh = True  # the file is yet to be begun
         if self._path.is_file():
-            self._read(wanted)
-        else:
-            self._path.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+            self._read()
         self.done = {(run["id"], run["system"]) for run in self._runs}
 
-    def _read(self, wanted: dict[str, Any]) -> None:
-        lines = self._path.read_bytes().split(b"\n")
-        whole = [json.loads(line) for line in lines[:-1]]  # a line that was cut off by a kill has no newline
-        if not whole or whole[0] != wanted:
-            found = whole[0].get("settings", {}) if whole else {}
-            other = [key for key, value in wanted["settings"].items() if found.get(key) != value]
+    def _read(self) -> None:
+        *lines, tail = self._path.read_bytes().split(b"\n")  # a line that was cut off by a kill has no newline
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{self._path} line {number} is damaged: remove the line, or the file") from error
+        if len(records) < 2:
+            return  # nothing was finished, so whatever the settings were, nothing is lost
+        found = records[0].get("settings", {})
+        other = [key for key in {**self._settings, **found} if found.get(key) != self._settings.get(key)]
+        if other:
             raise ValueError(
                 f"{self._path} holds a run with other settings ({', '.join(other)}): choose another output folder, or "
                 "remove the file"
             )
-        self._runs = whole[1:]
-        if lines[-1]:
-            self._path.write_bytes(b"\n".join(lines[:-1]) + b"\n")
+        self._runs = [record for record in records[1:] if "system" in record]
+        self.num_restarts = len(records) - 1 - len(self._runs)
+        self._fresh = False
+        if tail:
+            self._path.write_bytes(b"\n".join(lines) + b"\n")
+
+    def add_restart(self) -> None:
+        """Note that a warm run began anew."""
+        self.num_restarts += 1
+        self._append({"restart": self.num_restarts})
 
     def add(self, run: Run) -> None:
         """Keep a finished run, on disk before the next one begins."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._append(run)
         self._runs.append(run)
         self.done.add((run["id"], run["system"]))
+
+    def _append(self, record: dict[str, Any]) -> None:
+        if self._fresh:
+            self._path.write_text(json.dumps({"settings": self._settings}) + "\n", encoding="utf-8")
+            self._fresh = False
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def runs(self, systems: list[str], ids: set[str]) -> dict[str, dict[str, Run]]:
         """Runs by system, then by prompt."""
@@ -215,14 +275,18 @@ def summarise(
                 category: _cell([pair for pair in pairs if pair[0]["category"] == category]) for category in categories
             },
         }
+    differences = _first_differences(runs, settings, model, prompts)
+    ours = [item for item in differences if item["system"] in STRATEGIES and model.dtype == torch.float32]
     return {
         "settings": {**asdict(settings), "workload": Path(settings.workload).name},
-        "machine": _machine(),
+        "machine": machine(),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "num_prompts": len(runs["plain"]),
+        "num_faults": sum(item["margin"] is None or item["margin"] > NEAR_TIE for item in ours),
         "categories": categories,
         "systems": systems,
-        "first_differences": _first_differences(runs, settings, model, prompts),
-    }  # fmt: skip
+        "first_differences": differences,
+    }
 
 
 def _cell(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
@@ -230,6 +294,7 @@ def _cell(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
     tokens = [len(run["token_ids"]) for run, _ in pairs]
     forwards = sum(run["forwards"] for run, _ in pairs)
     seconds = sum(run["seconds"] for run, _ in pairs)
+    decode_seconds = sum(run["decode_seconds"] for run, _ in pairs)
     ratios = np.array(
         [(len(run["token_ids"]) / run["seconds"]) / (len(base["token_ids"]) / base["seconds"]) for run, base in pairs]
     )
@@ -240,6 +305,7 @@ def _cell(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
         "num_prompts": len(pairs),
         "num_tokens": sum(tokens),
         "tokens_per_second": sum(tokens) / seconds,
+        "decode_tokens_per_second": (sum(tokens) - len(tokens)) / decode_seconds if decode_seconds else None,
         "speedup_over_plain": {"median": float(np.median(ratios)), "low": float(low), "high": float(high)},
         "tokens_per_forward": sum(tokens) / forwards,
         "nodes_per_forward": sum(run["nodes"] for run, _ in pairs) / forwards,
@@ -252,26 +318,41 @@ def _cell(pairs: list[tuple[Run, Run]]) -> dict[str, Any]:
 def _first_differences(
     runs: dict[str, dict[str, Run]], settings: BenchSettings, model: Any, prompts: dict[str, list[int]]
 ) -> list[dict[str, Any]]:
-    """Where greedy outputs leave plain's: the position, and the margin between the two tokens in plain's own logits."""
-    found = []
+    """Where outputs leave plain's; greedy ones with plain's own margins there, of the two tokens and of its top two.
+
+    Sampled outputs, and those of which one ends where the other goes on, have no margin.
+    """
+    found: list[dict[str, Any]] = []
     for name, by_id in runs.items():
         for identifier, run in by_id.items():
             mine, theirs = run["token_ids"], runs["plain"][identifier]["token_ids"]
-            if mine == theirs or settings.temperature > 0:
+            if mine == theirs:
                 continue
-            place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-            if place is None:
-                place, margin = min(len(mine), len(theirs)), float("nan")
-            else:
-                text = torch.tensor([prompts[identifier] + theirs[:place]], device=model.device)
-                with torch.inference_mode():
-                    logits = model(input_ids=text, use_cache=False).logits[0, -1].float()
-                margin = float((logits[theirs[place]] - logits[mine[place]]).abs())
-            found.append({"id": identifier, "system": name, "position": place, "margin": margin})
+            shorter = min(len(mine), len(theirs))
+            place = next((i for i in range(shorter) if mine[i] != theirs[i]), shorter)
+            item = {"id": identifier, "system": name, "position": place, "margin": None, "top2_margin": None}
+            if place < shorter and not settings.temperature:
+                logits = _next_logits(model, prompts[identifier] + theirs[:place])
+                first, second = logits.topk(2).values.tolist()
+                item["margin"] = float((logits[theirs[place]] - logits[mine[place]]).abs())
+                item["top2_margin"] = first - second
+            found.append(item)
     return found
 
 
-def _machine() -> dict[str, Any]:
+def _next_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """Plain generate's logits of the token after `token_ids`."""
+    ids = torch.tensor([token_ids], device=model.device)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, return_dict_in_generate=True,
+        output_logits=True,
+    )  # fmt: skip
+    logits: torch.Tensor = out.logits[0][0].float()
+    return logits
+
+
+def machine() -> dict[str, Any]:
+    """What timings depend on besides the settings."""
     processor = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -279,17 +360,18 @@ def _machine() -> dict[str, Any]:
     except (OSError, StopIteration):
         pass  # not Linux: the platform's own word stands
     return {
-        "processor": processor, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "processor": processor, "cores": os.cpu_count(), "cpu_threads": torch.get_num_threads(),
+        "retrodraft": __version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }  # fmt: skip
 
 
 def _write_results(results: dict[str, Any], folder: Path) -> None:
     """Replace the three result files, each at once."""
     for name, text in (("results.json", json.dumps(results, indent=1)), ("results.md", markdown(results))):
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False, encoding="utf-8") as file:
-            file.write(text)
-        os.replace(file.name, folder / name)
+        partial = folder / f"{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, folder / name)
     if len(results["systems"]) > 1:
-        plot_speedups(results, folder / "results.png")
+        plot_speedups(results, folder / "results.png.partial")
+        os.replace(folder / "results.png.partial", folder / "results.png")

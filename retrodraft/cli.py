@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+
+from retrodraft import __version__
 
 # Two OpenMP threads that spin on two cores stall each other as soon as anything else runs; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -17,10 +20,10 @@ STRATEGY_NAMES = "retro, goose, token_recycling, suffix or prompt_lookup"
 app = typer.Typer(
     help="Hugging Face causal language models generate faster, with the same output, without training.",
     epilog="Exit codes: 0 done, 1 interrupted or outputs differ, 2 bad input (one line on standard error says what).",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+UsageError: Any = typer.BadParameter.__base__  # what a mistyped option raises; typer has no name of its own for it
 
 Model = Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
@@ -28,7 +31,21 @@ Device = Annotated[str, typer.Option(help="As torch names it, for instance cpu o
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
 Attn = Annotated[str | None, typer.Option(help="Attention implementation: sdpa, eager, ...; default the model's.")]
 Budget = Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto (priced by the cost curve).")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")]
 Strategy = Annotated[str, typer.Option(help=f"{STRATEGY_NAMES}.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"retrodraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Hugging Face causal language models generate faster, with the same output, without training."""
 
 
 @app.command()
@@ -43,16 +60,19 @@ def generate(
     budget: Budget = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above it samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Seed = 0,
     raw: Annotated[bool, typer.Option(help="Feed the prompt as it is, without the chat template.")] = False,
 ) -> None:
     """Stream the model's answer, then say on standard error what drafting saved.
 
     Example: retrodraft generate "Name three rivers, with a sentence on each." --max-new-tokens 100
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("the prompt is not UTF-8 text")
     if not text.strip():
         raise ValueError("the prompt is empty")
+    check_temperature(temperature)
     import torch
     from transformers import TextStreamer
 
@@ -106,13 +126,14 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out, and counted.")] = 4096,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above it samples, one seed for all.")] = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
     warm: Annotated[bool, typer.Option("--warm/--cold", help="Keep what was learned from prompt to prompt.")] = False,
     reproducible: Annotated[bool, typer.Option(help="Verify with one constant shape (see RetroDraft).")] = False,
 ) -> None:
     """Run systems side by side, interleaved prompt by prompt, and check every output against plain generate's.
 
-    A run that was killed goes on where it stopped when started again with the same arguments.
+    A run that was killed goes on where it stopped when started again with the same arguments. In float32, exit code 1
+    says that an output of a strategy differs from plain's by more than a near tie.
 
     Example: retrodraft bench --workload spec_bench.jsonl --systems plain,hf-prompt-lookup,retro --limit 20 -o results
     """
@@ -124,7 +145,7 @@ def bench(
         max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens, temperature=temperature, seed=seed,
         warm=warm, reproducible=reproducible,
     )  # fmt: skip
-    run_bench(settings, output)
+    raise typer.Exit(1 if run_bench(settings, output)["num_faults"] else 0)
 
 
 @app.command()
@@ -141,9 +162,12 @@ def profile(
     Example: retrodraft profile --dtype bfloat16
     """
     from retrodraft.budget import measure_cost_curve, store_cost_curve
-    from retrodraft.plots import plot_cost_curve
+    from retrodraft.plots import plot_cost_curve, require_matplotlib
     from retrodraft.reports import print_cost_curve
 
+    require_matplotlib()
+    if output.is_dir() or not output.parent.is_dir():
+        raise ValueError(f"output must be a file in a folder that exists; got {str(output)!r}")
     loaded, _ = _load(model, dtype, device, threads, attn)
     curve = measure_cost_curve(loaded)
     store_cost_curve(loaded, curve)
@@ -153,15 +177,13 @@ def profile(
 
 
 def _load(model: str, dtype: str, device: str, threads: int, attn: str | None) -> tuple[Any, Any]:
-    import torch
     import transformers
 
     from retrodraft.models import load_model
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if threads:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     return load_model(model, dtype=dtype, device=device, attn=attn)
 
 
@@ -179,6 +201,23 @@ def _wrapped(
     return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number), tokenizer
 
 
+def set_threads(threads: int) -> None:
+    """Set torch's CPU threads; 0 leaves them. Raises ValueError for more than there are cores."""
+    import torch
+
+    cores = os.cpu_count() or 1
+    if threads > cores:
+        raise ValueError(f"threads must be at most {cores}, the cores of this machine; got {threads}")
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError for infinity and not-a-number, which a lower bound lets pass."""
+    if not math.isfinite(temperature):
+        raise ValueError(f"temperature must be a finite number; got {temperature}")
+
+
 def parse_budget(text: str) -> int | str:
     """`auto` or a number of nodes; raises ValueError."""
     if text == "auto":
@@ -191,10 +230,20 @@ def parse_budget(text: str) -> int | str:
 def main() -> None:
     """Run the command line; bad input is one line on standard error and exit code 2."""
     try:
-        app()
+        # typer itself would print the usage, three lines long, above the line that matters
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands named alone: the message is its help
+            typer.echo(error.format_message())
+            sys.exit(0)
+        _fail(error.format_message(), 2)
     except ValueError as error:
-        typer.echo(f"retrodraft: {str(error).splitlines()[0] if str(error) else error!r}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("retrodraft: interrupted", err=True)
-        sys.exit(1)
+        _fail(str(error) or repr(error), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 1)
+    sys.exit(code if code != 130 else 1)  # 130: how newer versions of typer report an interrupt
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"retrodraft: {message.splitlines()[0]}", err=True)
+    sys.exit(code)

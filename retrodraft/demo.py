@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from retrodraft.workloads import render_prompt
@@ -27,14 +28,15 @@ def run_demo(rd: Any, tokenizer: Any, max_new_tokens: int) -> bool:
     console = Console()
     ids = torch.tensor([render_prompt(tokenizer, [{"role": "user", "content": PROMPT}])], device=rd.model.device)
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, do_sample=False)
-    console.print(f"[bold]Prompt[/bold]\n{PROMPT}")
+    console.print(f"[bold]Prompt[/bold]\n{escape(PROMPT)}")
     console.print(f"Drafting on this model: {rd.capabilities}. Compiling and measuring once ...")
     rd.generate(ids[:, :32], max_new_tokens=8, do_sample=False)
     rd.model.generate(ids[:, :32], max_new_tokens=8, do_sample=False)
     rd.reset()
     plain, plain_seconds = _timed(rd.model.generate, ids, options)
     new = plain.shape[1] - ids.shape[1]
-    console.print(f"[bold]Answer[/bold]\n{tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)}\n")
+    answer = tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+    console.print(f"[bold]Answer[/bold]\n{escape(answer)}\n")  # unescaped, `values[i]` would turn italic
     table = Table("", "tokens", "target forwards", "seconds", "tokens/s")
     table.add_row("plain generate", str(new), str(new), f"{plain_seconds:.2f}", f"{new / plain_seconds:.1f}")
     equal = True

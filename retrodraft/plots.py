@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 
-def _axes(width: float, height: float) -> tuple[Any, Any]:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'retrodraft[plots]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def require_matplotlib() -> None:
+    """Raise ValueError where figures can't be drawn: to be asked before hours of measuring, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("figures need matplotlib: pip install 'retrodraft[plots]'")
 
-    return pyplot.subplots(figsize=(width, height), layout="constrained")
+
+def _axes(width: float, height: float) -> tuple[Any, Any]:
+    require_matplotlib()
+    from matplotlib.figure import Figure  # not pyplot, which would choose a display and keep every figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def plot_cost_curve(curve: Any, path: Path) -> None:
@@ -27,7 +31,7 @@ def plot_cost_curve(curve: Any, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def plot_speedups(results: dict[str, Any], path: Path) -> None:
@@ -51,4 +55,4 @@ def plot_speedups(results: dict[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
     axes.set_ylabel("speedup over plain generate")
     axes.legend(frameon=False, fontsize="small", ncols=3)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")

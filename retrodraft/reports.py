@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 COLUMNS = ("system", "tokens/s", "speedup", "tokens/forward", "nodes/forward", "draft µs p50", "p99", "equal")
@@ -42,10 +43,37 @@ def print_results(results: dict[str, Any]) -> None:
     """A table for the whole workload, then one for each category."""
     console = Console()
     for category in (None, *results["categories"]):
-        table = Table(*COLUMNS, title=category or "all categories")
+        table = Table(*COLUMNS, title=escape(category or "all categories"))
         for row in result_rows(results, category):
             table.add_row(*row)
         console.print(table)
+    console.print(verdict(results), highlight=False)
+
+
+def verdict(results: dict[str, Any]) -> str:
+    """Whether outputs were plain's, in a few sentences."""
+    notes = []
+    unequal = {
+        name: round((1 - record["overall"]["equal_outputs"]) * record["overall"]["num_prompts"])
+        for name, record in results["systems"].items()
+        if record["overall"]["equal_outputs"] < 1
+    }
+    if unequal:
+        listed = ", ".join(f"{count} of {name}" for name, count in unequal.items())
+        notes.append(f"Outputs that differ from plain generate's: {listed}.")
+    else:
+        notes.append("Every output equals plain generate's, token for token.")
+    if results["num_faults"]:
+        notes.append(f"Faults among them (float32, and no near tie; please report): {results['num_faults']}.")
+    if results["num_left_out"]:
+        notes.append(f"Prompts left out because they are too long: {results['num_left_out']}.")
+    if results["num_restarts"]:
+        notes.append(f"Restarts that lost the warm state: {results['num_restarts']}.")
+    return " ".join(notes)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -53,9 +81,10 @@ def markdown(results: dict[str, Any]) -> str:
     machine = results["machine"]
     lines = [
         f"# {results['settings']['workload']}: {results['num_prompts']} prompts", "",
-        f"Model {results['settings']['model']}, {results['settings']['dtype']}, {machine['threads']} threads on "
+        f"Model {results['settings']['model']}, {results['dtype']}, {machine['cpu_threads']} threads on "
         f"{machine['processor']}; torch {machine['torch']}, transformers {machine['transformers']}. "
         "Speedup: median of the per-prompt ratios to plain generate in the same run, with a 95 % bootstrap interval.",
+        "", verdict(results),
     ]  # fmt: skip
     for category in (None, *results["categories"]):
         lines += ["", f"## {category or 'All categories'}", "", "| " + " | ".join(COLUMNS) + " |"]
@@ -64,13 +93,16 @@ def markdown(results: dict[str, Any]) -> str:
     if results["first_differences"]:
         lines += [
             "",
-            "## First differences from plain (low precision)",
+            "## First differences from plain",
             "",
-            "| prompt | system | token | top-2 margin |",
+            "Margins are of plain's logits there: between the two tokens that were taken, and between its top two.",
+            "",
+            "| prompt | system | token | margin | top-2 margin |",
+            "|---|---|---|---|---|",
         ]
-        lines.append("|---|---|---|---|")
         lines += [
-            f"| {item['id']} | {item['system']} | {item['position']} | {item['margin']:.4f} |"
+            f"| {item['id']} | {item['system']} | {item['position']} | {_number(item['margin'])} | "
+            f"{_number(item['top2_margin'])} |"
             for item in results["first_differences"]
         ]
     return "\n".join(lines) + "\n"

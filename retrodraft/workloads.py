@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
+
 Message = dict[str, str]
 
 
@@ -25,19 +27,25 @@ def read_workload(path: Path | str) -> list[WorkloadItem]:
     Trailing assistant messages are answers and are left out of the prompt. Blank lines, a BOM and CRLF are fine.
 
     Raises:
-        ValueError: the file is missing or empty, or a line is broken; names the file and the line.
+        ValueError: the file is missing or empty, or a line is broken or repeats an id; names the file and the line.
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines also cuts at U+2028, which JSON allows
     except OSError as error:
         raise ValueError(f"workload {str(path)!r} can't be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"workload {str(path)!r} is not UTF-8 text (byte {error.start})") from error
-    items = [_item(line, f"{path.name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    items: dict[str, WorkloadItem] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            item = _item(line, f"{path.name} line {number}")
+            if item.id in items:
+                raise ValueError(f"{path.name} line {number}: id {item.id!r} is used by a line above")
+            items[item.id] = item
     if not items:
         raise ValueError(f"workload {str(path)!r} holds no prompts")
-    return items
+    return list(items.values())
 
 
 def _item(line: str, where: str) -> WorkloadItem:
@@ -71,6 +79,8 @@ def _prompt_messages(messages: Any, where: str) -> list[Message]:
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise ValueError(f"{where}: message {position}: 'content' must be text, got {type(content).__name__}")
+        if any("\ud800" <= char <= "\udfff" for char in content or ""):
+            raise ValueError(f"{where}: message {position}: 'content' holds half of a surrogate pair")
         kept.append({"role": message["role"], "content": content or ""})
     while kept and kept[-1]["role"] == "assistant":
         kept.pop()
@@ -82,10 +92,39 @@ def _prompt_messages(messages: Any, where: str) -> list[Message]:
 def render_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
     """Token ids of the messages under the tokenizer's chat template, up to where the answer begins.
 
-    Tool messages become the user's, since few templates know the role. Without a template the texts are joined.
+    Tool messages become the user's, since few templates know the role. A template that takes no system message, or
+    wants user and assistant in turn, gets the messages merged. Without a template the texts are joined.
+
+    Raises ValueError if the template refuses even that, or nothing is left.
     """
     if tokenizer.chat_template is None:
-        return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
-    known = [{**message, "role": "user"} if message["role"] == "tool" else message for message in messages]
-    text = tokenizer.apply_chat_template(known, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+        token_ids = list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+    else:
+        known = [{**message, "role": "user"} if message["role"] == "tool" else message for message in messages]
+        token_ids = list(tokenizer(_templated(tokenizer, known), add_special_tokens=False).input_ids)
+    if not token_ids:
+        raise ValueError("the prompt is empty: its messages give no tokens")
+    return token_ids
+
+
+def _templated(tokenizer: Any, messages: list[Message]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except TemplateError:
+        merged = _in_turn(messages)
+    try:
+        return str(tokenizer.apply_chat_template(merged, tokenize=False, add_generation_prompt=True))
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+
+def _in_turn(messages: list[Message]) -> list[Message]:
+    """The same texts as user and assistant in turn: system texts lead the user's, neighbours of one role are joined."""
+    merged: list[Message] = []
+    for message in messages:
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if merged and merged[-1]["role"] == role:
+            merged[-1] = {"role": role, "content": merged[-1]["content"] + "\n\n" + message["content"]}
+        else:
+            merged.append({"role": role, "content": message["content"]})
+    return merged
