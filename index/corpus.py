@@ -1,0 +1,374 @@
+"""The corpus store: documents of token ids on disk, and what followed any context in them.
+
+Documents lie one after another, each closed by -1, which no context matches and no draft crosses. They are split into
+shards of fewer than 2**31 tokens, each with its own suffix array (`retrodraft.kernels.suffix_array`), so a shard's
+positions are int32; a position in the whole corpus is the shard's offset plus that, 64-bit. Readers map the arrays and
+share their pages; a token costs 8.5 bytes on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sortedcontainers import SortedDict
+
+from retrodraft.index.storage import IndexFormatError, Store, StoreWriter, open_store, writing
+from retrodraft.kernels import suffix_array as kernel
+from retrodraft.kernels.suffix_sorting import suffix_array
+
+Int32 = npt.NDArray[np.int32]
+KIND = "corpus"
+BORDER = -1  # closes each document
+MAX_SHARD_TOKENS = (1 << 31) - 2
+MAX_TOKEN = kernel.MAX_TOKEN
+BYTES_PER_TOKEN = 14  # of memory that building a shard may take at most
+PARTS = ("tokens", "order", "keys", "borders", "names", "name_ends")
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids with the name that a query shows, for instance a path."""
+
+    token_ids: Sequence[int] | Int32
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The occurrences of one match: its length, and (left, right) in the order of each shard."""
+
+    length: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def count(self) -> int:
+        """Number of occurrences."""
+        return sum(right - left for left, right in self.ranges)
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """One occurrence: its document's name, and the index in it of the token that follows the match."""
+
+    name: str
+    position: int
+
+
+class CorpusIndex:
+    """A read-only, memory-mapped corpus; `build` makes one, `extend` adds a shard.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     corpus = CorpusIndex.build([[5, 6, 7], [6, 7, 8, 6, 7, 8]], folder + "/my.index")
+    >>> corpus.continuations(corpus.match([1, 6, 7]), 2)
+    [(8, 2)]
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._take(store)
+
+    @classmethod
+    def build(
+        cls,
+        documents: Iterable[Document | Sequence[int] | Int32],
+        path: Path | str,
+        *,
+        tokenizer: dict[str, Any] | None = None,
+        shard_tokens: int = MAX_SHARD_TOKENS,
+        options: dict[str, Any] | None = None,
+    ) -> CorpusIndex:
+        """Write a corpus to the folder `path`, replacing one that is there; O(tokens). Empty documents are left out.
+
+        Args:
+            documents: token ids, plain or as `Document`; consumed as they are indexed.
+            tokenizer: facts about the tokenizer, kept in the manifest: `name`, `fingerprint`, `vocab_size`.
+            shard_tokens: largest shard; building one takes up to 14 bytes of memory a token.
+            options: how the documents were chosen, kept in the manifest.
+
+        Raises:
+            ValueError: a token id is out of range, or `path` holds something else.
+        """
+        with writing(path) as writer:
+            shards = _write_shards(writer, documents, 0, shard_tokens)
+            writer.commit(KIND, {"tokenizer": tokenizer or {}, "options": options or {}, "shards": shards})
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path | str, check: bool = False) -> CorpusIndex:
+        """Map a corpus; `check` compares the checksums of all files too. Raises IndexFormatError."""
+        return cls(open_store(path, KIND, check))
+
+    @classmethod
+    def merge(cls, paths: Sequence[Path | str], path: Path | str) -> CorpusIndex:
+        """Write the shards of several corpora as one corpus; raises ValueError where their tokenizers differ."""
+        if not paths:
+            raise ValueError("merge needs at least one corpus")
+        corpora = [cls.open(source) for source in paths]
+        for corpus in corpora[1:]:
+            if corpus.fingerprint != corpora[0].fingerprint:
+                raise ValueError(f"{corpus.path} and {corpora[0].path} were built with different tokenizers")
+        with writing(path) as writer:
+            shards: list[dict[str, int]] = []
+            for corpus in corpora:
+                for number, shard in enumerate(corpus.info["shards"]):
+                    for part in PARTS:
+                        writer.add(f"{part}-{len(shards)}", corpus._store.arrays[f"{part}-{number}"])
+                    shards.append(shard)
+            options = {"merged": [str(source) for source in paths]}
+            writer.commit(KIND, {"tokenizer": corpora[0].info["tokenizer"], "options": options, "shards": shards})
+        return cls.open(path)
+
+    def extend(
+        self, documents: Iterable[Document | Sequence[int] | Int32], *, shard_tokens: int = MAX_SHARD_TOKENS
+    ) -> None:
+        """Add documents as new shards, on disk and here; O(their tokens)."""
+        with writing(self.path) as writer:
+            present = open_store(self.path, KIND)  # another process may have added shards since
+            for name, entry in present.entries.items():
+                writer.keep(name, entry)
+            old = present.info["shards"]
+            new = _write_shards(writer, documents, len(old), shard_tokens)
+            if new:
+                writer.commit(KIND, {**present.info, "shards": old + new})
+        self._take(open_store(self.path, KIND))
+
+    def compact(self, *, shard_tokens: int = MAX_SHARD_TOKENS) -> None:
+        """Join shards into as few as `shard_tokens` allows, on disk and here; O(tokens)."""
+        with writing(self.path) as writer:
+            present = CorpusIndex.open(self.path)
+            shards = _write_shards(writer, present.documents(), 0, shard_tokens)
+            writer.commit(KIND, {**present.info, "shards": shards})
+        self._take(open_store(self.path, KIND))
+
+    def _take(self, store: Store) -> None:
+        self._store = store
+        self.path = store.folder
+        self.info = store.info
+        _check_shards(store)
+        self.arrays: tuple[tuple[npt.NDArray[Any], ...], ...] = tuple(
+            (store.arrays[f"tokens-{i}"], store.arrays[f"order-{i}"], store.arrays[f"keys-{i}"])
+            for i in range(len(store.info["shards"]))
+        )
+        self._offsets = SortedDict()  # of the shards, in tokens of the whole corpus
+        self._num_positions = 0
+        for number, (tokens, _, _) in enumerate(self.arrays):
+            self._offsets[self._num_positions] = number
+            self._num_positions += len(tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, borders not counted."""
+        return self._num_positions - self.num_documents
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in all shards."""
+        return sum(shard["num_documents"] for shard in self.info["shards"])
+
+    @property
+    def max_token(self) -> int:
+        """Largest token id in the corpus; -1 if it is empty."""
+        return max((shard["max_token"] for shard in self.info["shards"]), default=-1)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the tokenizer, empty if it was built without one."""
+        return str(self.info["tokenizer"].get("fingerprint", ""))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return self._store.nbytes
+
+    def check_tokenizer(self, fingerprint: str, vocab_size: int) -> None:
+        """Raise IndexFormatError unless the corpus fits a tokenizer and a model with `vocab_size` rows."""
+        if self.fingerprint and self.fingerprint != fingerprint:
+            raise IndexFormatError(
+                f"{self.path} was built with tokenizer {self.info['tokenizer'].get('name', '')!r}, fingerprint "
+                f"{self.fingerprint[:12]}, the model's is {fingerprint[:12]}; build it anew"
+            )
+        if self.max_token >= vocab_size:
+            raise IndexFormatError(f"{self.path} holds token id {self.max_token}, the model has only {vocab_size} ids")
+
+    def find(self, token_ids: Sequence[int] | Int32) -> Interval:
+        """Where all of `token_ids` occur, in this order. O(log tokens) a shard."""
+        context = np.asarray(token_ids, np.int32)
+        size = len(context)
+        if size and not 0 <= int(context.min()) <= int(context.max()) <= MAX_TOKEN:
+            return Interval(size, ((0, 0),) * len(self.arrays))
+        return Interval(size, tuple(kernel.find(*shard, context, size, size) for shard in self.arrays))
+
+    def match(self, context: Sequence[int] | Int32) -> Interval:
+        """The longest suffix of `context`, of at most 64 tokens, that occurs in some shard. O(log tokens) a shard."""
+        tail = np.asarray(context, np.int32)[-kernel.MAX_MATCH :]
+        matches = [kernel.longest_match(*shard, tail, len(tail)) for shard in self.arrays]
+        longest = max((length for length, _, _ in matches), default=0)
+        return self.find(tail[len(tail) - longest :])
+
+    def shorter(self, context: Sequence[int] | Int32, interval: Interval) -> Interval:
+        """The longest suffix of `context` that is shorter than a match of it and occurs more often."""
+        tail = np.asarray(context, np.int32)[-kernel.MAX_MATCH :]
+        shards = zip(self.arrays, interval.ranges, strict=True)
+        wider = [kernel.widen(*shard, tail, len(tail), left, right) for shard, (left, right) in shards]
+        longest = max((length for length, _, _ in wider), default=0)
+        return self.find(tail[len(tail) - longest :])
+
+    def continuations(self, interval: Interval, k: int = 8) -> list[tuple[int, int]]:
+        """`(token, count)` of the k tokens that most often follow, most frequent first.
+
+        Counts are exact up to 64 occurrences a shard; of more, 64 evenly spread ones are counted and scaled up. A
+        document's end is no token, so counts may sum to less than the interval's.
+        """
+        counts: dict[int, int] = {}
+        tokens, numbers = np.empty(kernel.MAX_SAMPLES, np.int32), np.empty(kernel.MAX_SAMPLES, np.int32)
+        for (text, order, _), (left, right) in zip(self.arrays, interval.ranges, strict=True):
+            found = kernel.continuations(text, order, left, right, tokens, numbers)
+            for token, number in zip(tokens[:found].tolist(), numbers[:found].tolist(), strict=True):
+                counts[token] = counts.get(token, 0) + number
+        return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:k]
+
+    def occurrences(self, interval: Interval, limit: int = 10) -> list[Occurrence]:
+        """Up to `limit` occurrences, evenly spread over each shard's."""
+        found = []
+        for number, (left, right) in enumerate(interval.ranges):
+            for place in np.unique(np.linspace(left, right - 1, min(limit, right - left), dtype=np.int64)).tolist():
+                found.append(self._occurrence(number, int(self.arrays[number][1][place])))
+        return found[:limit]
+
+    def documents(self) -> Iterator[Document]:
+        """Every document with its name, in the order they were added."""
+        for number, (tokens, _, _) in enumerate(self.arrays):
+            start = 0
+            for index, end in enumerate(self._store.arrays[f"borders-{number}"].tolist()):
+                yield Document(tokens[start:end], self._name(number, index))
+                start = end + 1
+
+    def document_at(self, position: int) -> Occurrence:
+        """The document that holds a position of the whole corpus, as `offset + order[i]` gives it, and where in it."""
+        if not 0 <= position < self._num_positions:
+            raise ValueError(f"position must be from 0 to {self._num_positions - 1}, got {position}")
+        offset, number = self._offsets.peekitem(self._offsets.bisect_right(position) - 1)
+        return self._occurrence(number, position - offset)
+
+    def following(self, position: int, num_tokens: int) -> Int32:
+        """Up to `num_tokens` tokens behind a position of the whole corpus, of the same document."""
+        if not 0 <= position < self._num_positions:
+            raise ValueError(f"position must be from 0 to {self._num_positions - 1}, got {position}")
+        offset, number = self._offsets.peekitem(self._offsets.bisect_right(position) - 1)
+        start = position - offset + 1
+        tokens = self.arrays[number][0][start : start + num_tokens]
+        borders = np.flatnonzero(tokens < 0)
+        return tokens[: borders[0]] if len(borders) else tokens
+
+    def _occurrence(self, number: int, position: int) -> Occurrence:
+        borders = self._store.arrays[f"borders-{number}"]
+        index = int(np.searchsorted(borders, position))
+        start = int(borders[index - 1]) + 1 if index else 0
+        return Occurrence(self._name(number, index), position + 1 - start)
+
+    def _name(self, number: int, index: int) -> str:
+        ends = self._store.arrays[f"name_ends-{number}"]
+        start = int(ends[index - 1]) if index else 0
+        return self._store.arrays[f"names-{number}"][start : int(ends[index])].tobytes().decode("utf-8", "replace")
+
+
+def _write_shards(
+    writer: StoreWriter, documents: Iterable[Document | Sequence[int] | Int32], first: int, shard_tokens: int
+) -> list[dict[str, int]]:
+    """Write documents as shards `first`, `first` + 1 …; returns a manifest record for each."""
+    if not 2 <= shard_tokens <= MAX_SHARD_TOKENS:
+        raise ValueError(f"shard_tokens must be from 2 to {MAX_SHARD_TOKENS}, got {shard_tokens}")
+    records: list[dict[str, int]] = []
+    pieces: list[Int32] = []
+    names: list[bytes] = []
+    size = 0
+    for document in documents:
+        name, token_ids = (document.name, document.token_ids) if isinstance(document, Document) else ("", document)
+        tokens = _checked(token_ids, name)
+        encoded = _encoded(name)
+        for start in range(0, len(tokens), shard_tokens - 1):  # a document that no shard could hold is cut
+            piece = tokens[start : start + shard_tokens - 1]
+            if size + len(piece) + 1 > shard_tokens:
+                records.append(_write_shard(writer, first + len(records), pieces, names))
+                size = 0
+            pieces.append(piece)
+            names.append(encoded)
+            size += len(piece) + 1
+    if pieces:
+        records.append(_write_shard(writer, first + len(records), pieces, names))
+    return records
+
+
+def _encoded(name: str) -> bytes:
+    """A name in UTF-8; one from the file system in its own bytes, whatever the locale made of them."""
+    try:
+        return name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return name.encode("utf-8", "backslashreplace")
+
+
+def _checked(token_ids: Sequence[int] | Int32, name: str) -> Int32:
+    tokens = np.asarray(token_ids)
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ValueError(f"document {name!r} must be a list of whole numbers, got {tokens.dtype} {tokens.shape}")
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= MAX_TOKEN:
+        raise ValueError(f"document {name!r} holds ids from {tokens.min()} to {tokens.max()}, not 0 to {MAX_TOKEN}")
+    return tokens.astype(np.int32)
+
+
+def _write_shard(writer: StoreWriter, number: int, pieces: list[Int32], names: list[bytes]) -> dict[str, int]:
+    """Sort and write one shard; empties `pieces` and `names`."""
+    borders = (np.cumsum([len(piece) + 1 for piece in pieces]) - 1).astype(np.int32)
+    tokens = np.full(int(borders[-1]) + 1, BORDER, np.int32)
+    start = 0
+    for piece, end in zip(pieces, borders.tolist(), strict=True):
+        tokens[start:end] = piece
+        start = end + 1
+    pieces.clear()
+    order = np.empty(len(tokens), np.int32)
+    kernel.reverse(tokens)
+    suffix_array(tokens, order)
+    kernel.reverse(tokens)
+    kernel.complement(order)
+    keys = np.empty(-(-len(tokens) // kernel.STRIDE), np.int64)
+    kernel.pack_keys(tokens, order, keys)
+    arrays: tuple[npt.NDArray[Any], ...] = (
+        tokens, order, keys, borders, np.frombuffer(b"".join(names), np.uint8),
+        np.cumsum([len(name) for name in names], dtype=np.int64),
+    )  # fmt: skip
+    for part, array in zip(PARTS, arrays, strict=True):
+        writer.add(f"{part}-{number}", array)
+    record = {"num_positions": len(tokens), "num_documents": len(names), "max_token": int(tokens.max())}
+    names.clear()
+    return record
+
+
+def _check_shards(store: Store) -> None:
+    """Raise IndexFormatError unless the manifest's facts and the arrays' shapes agree."""
+    shards = store.info.get("shards")
+    facts = ("num_positions", "num_documents", "max_token")
+    tokenizer = store.info.get("tokenizer")
+    if not isinstance(shards, list) or not isinstance(tokenizer, dict):
+        raise IndexFormatError(f"{store.folder}: the manifest lists no shards or no tokenizer")
+    wanted = {"name": str, "fingerprint": str, "vocab_size": int}
+    if any(not isinstance(tokenizer[key], wanted[key]) for key in tokenizer if key in wanted):
+        raise IndexFormatError(f"{store.folder}: the manifest's facts about the tokenizer are damaged")
+    if not isinstance(store.info.get("options", {}), dict):
+        raise IndexFormatError(f"{store.folder}: the manifest's options are damaged")
+    for number, shard in enumerate(shards):
+        if not isinstance(shard, dict) or any(type(shard.get(fact)) is not int for fact in facts):
+            raise IndexFormatError(f"{store.folder}: shard {number} of the manifest is damaged")
+        size, documents = shard["num_positions"], shard["num_documents"]
+        expected = {
+            "tokens": (np.int32, size), "order": (np.int32, size), "keys": (np.int64, -(-size // kernel.STRIDE)),
+            "borders": (np.int32, documents), "names": (np.uint8, None), "name_ends": (np.int64, documents),
+        }  # fmt: skip
+        for part, (dtype, length) in expected.items():
+            array = store.arrays.get(f"{part}-{number}")
+            if array is None or array.dtype != dtype or array.ndim != 1 or length not in (None, len(array)):
+                raise IndexFormatError(f"{store.folder}: {part}-{number} is missing or not the array of shard {number}")

@@ -1,0 +1,138 @@
+"""The documents that `retrodraft index` reads: which files, under a progress bar, by which tokenizer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import typer
+
+if TYPE_CHECKING:
+    from retrodraft.index.corpus import CorpusIndex, Document
+    from retrodraft.index.files import FoundFile
+    from retrodraft.index.ingest import IngestReport
+
+LISTED = 20  # skipped files that are named on the terminal; --json names all
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which documents a command takes; kept in the manifest."""
+
+    paths: list[str]
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    gitignore: bool = True
+    field: str | None = None
+    role: str | None = None
+    dedup: bool = False
+
+
+def find(chosen: Selection) -> tuple[list[FoundFile], IngestReport]:
+    """The files to read, and a report that names what was skipped."""
+    from retrodraft.index.files import find_files
+    from retrodraft.index.ingest import IngestReport
+
+    report = IngestReport()
+    paths = [path for path in chosen.paths if path != "-"]
+    files = find_files(
+        paths, report.skipped, include=chosen.include, exclude=chosen.exclude, gitignore=chosen.gitignore
+    )  # fmt: skip
+    return files, report
+
+
+@contextmanager
+def ingest(
+    chosen: Selection, files: list[FoundFile], report: IngestReport, tokenizer: Any, strict: bool, quiet: bool
+) -> Iterator[Iterable[Document]]:
+    """The documents, read as they are consumed, under a progress bar; `report` fills meanwhile."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from retrodraft.index.ingest import read_jsonl, read_text, read_texts, tokenize
+
+    options = {"text_field": chosen.field, "role": chosen.role}
+
+    def texts() -> Iterator[Any]:
+        if "-" in chosen.paths and (chosen.field is not None or chosen.role is not None):
+            yield from read_jsonl(standard_input(), "standard input", report, **options)
+        elif "-" in chosen.paths:
+            yield from read_text(standard_input(), "standard input", report)
+        yield from read_texts(files, report, **options)
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+        console=Console(stderr=True), disable=quiet or not sys.stderr.isatty(), transient=True,
+    )  # fmt: skip
+    total = None if "-" in chosen.paths else sum(file.size for file in files)
+
+    def documents() -> Iterator[Document]:
+        started = time.perf_counter()
+        task = bar.add_task("reading", total=total, rate="")
+        for document in tokenize(texts(), tokenizer, report, chosen.dedup):
+            rate = report.num_tokens / (time.perf_counter() - started)
+            bar.update(task, completed=report.num_bytes, rate=f"{rate:,.0f} tokens/s")
+            yield document
+        bar.update(task, description="sorting", completed=report.num_bytes)
+        if strict and report.skipped:
+            print_skipped(report)
+            raise typer.Exit(1)
+        if report.num_documents == 0:
+            print_skipped(report)
+            raise ValueError(f"nothing to index in {', '.join(chosen.paths)}: no text was found")
+
+    with bar, disk_errors():
+        yield documents()
+
+
+def standard_input() -> BinaryIO:
+    """Its bytes; raises ValueError where it is closed."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed")
+    return sys.stdin.buffer
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """A full or read-only disk is one line, not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{error.filename or 'the index'}: {error.strerror or error}") from error
+
+
+def named_tokenizer(name: str, workers: int) -> tuple[Any, dict[str, Any]]:
+    """A tokenizer, and what an index keeps about it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    if workers:
+        os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when the first batch is tokenised
+    from retrodraft.index.fingerprint import tokenizer_fingerprint, tokenizer_size
+    from retrodraft.models import load_tokenizer
+
+    loaded = load_tokenizer(name)
+    return loaded, {
+        "name": name, "fingerprint": tokenizer_fingerprint(loaded), "vocab_size": tokenizer_size(loaded)
+    }  # fmt: skip
+
+
+def index_tokenizer(corpus: CorpusIndex, name: str | None, workers: int) -> Any:
+    """The tokenizer of an index, by the name in its manifest or the one given; raises ValueError if it is another."""
+    name = name or str(corpus.info["tokenizer"].get("name", ""))
+    if not name:
+        raise ValueError(f"{corpus.path} does not name its tokenizer; give --tokenizer")
+    loaded, facts = named_tokenizer(name, workers)
+    corpus.check_tokenizer(facts["fingerprint"], facts["vocab_size"])
+    return loaded
+
+
+def print_skipped(report: IngestReport) -> None:
+    """Name what was not read; `!r` keeps names with line ends on one line."""
+    for item in report.skipped[:LISTED]:
+        typer.echo(f"skipped {item.name!r}: {item.reason}", err=True)
+    if len(report.skipped) > LISTED:
+        typer.echo(f"skipped {len(report.skipped) - LISTED} more; --json names all", err=True)

@@ -1,0 +1,328 @@
+"""`retrodraft index`: make, extend, inspect and judge corpora to draft from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from retrodraft.cli_documents import (
+    Selection,
+    disk_errors,
+    find,
+    index_tokenizer,
+    ingest,
+    named_tokenizer,
+    print_skipped,
+    standard_input,
+)
+
+if TYPE_CHECKING:
+    from retrodraft.index.corpus import CorpusIndex
+    from retrodraft.index.ingest import IngestReport
+
+app = typer.Typer(
+    help="Corpora on disk that drafts are taken from: code, documents, logs of earlier answers.",
+    epilog="Exit codes: 0 done; 1 damaged index (verify), files skipped under --strict, or interrupted; 2 bad input, "
+    "nothing to index, or a folder that can't be written. A build that fails leaves what was there before.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Index = Annotated[Path, typer.Argument(help="Folder of the index.")]
+Sources = Annotated[list[str], typer.Argument(help="Files and folders; - is standard input.")]
+Output = Annotated[Path, typer.Option("-o", "--output", help="Folder of the new index; one that is there is replaced.")]
+Tokenizer = Annotated[str | None, typer.Option(help="'embedded', a folder, or a name on the hub; default the index's.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Include = Annotated[list[str] | None, typer.Option(help="Only these files, by .gitignore pattern; repeatable.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Not these files and folders; repeatable.")]
+Gitignore = Annotated[bool, typer.Option(help="Obey .gitignore files.")]
+Field = Annotated[str | None, typer.Option(help="Of records, only this text field; default messages, else text.")]
+Role = Annotated[str | None, typer.Option(help="Of records with messages, only those of this role.")]
+Dedup = Annotated[bool, typer.Option("--dedup", help="Leave out documents that were read already.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Fail, and write nothing, if anything is skipped.")]
+Workers = Annotated[int, typer.Option(min=0, help="Tokenising threads; 0 takes all cores.")]
+MaxMemory = Annotated[str, typer.Option(help="For sorting, for instance 500M or 8G; more tokens make more shards.")]
+
+
+@app.command()
+def build(
+    paths: Sources,
+    output: Output,
+    tokenizer: Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")] = "embedded",
+    include: Include = None,
+    exclude: Exclude = None,
+    gitignore: Gitignore = True,
+    field: Field = None,
+    role: Role = None,
+    dedup: Dedup = False,
+    strict: Strict = False,
+    workers: Workers = 0,
+    max_memory: MaxMemory = "28G",
+    as_json: Json = False,
+) -> None:
+    """Index text, code, .jsonl, .parquet and chat logs.
+
+    Folders are searched without following links, under their .gitignore. Text is UTF-8; CRLF becomes LF. A record is a
+    document, and so is each message of a chat. Standard input is text, or jsonl where --field or --role is given.
+
+    Example: retrodraft index build src docs/guide.md -o my.index --include '*.py' --include '*.md'
+
+    Example: retrodraft index build answers.jsonl -o answers.index --role assistant --dedup
+    """
+    from retrodraft.index.corpus import CorpusIndex
+
+    shard_tokens = _shard_tokens(max_memory)
+    chosen = Selection(paths, include or [], exclude or [], gitignore, field, role, dedup)
+    files, report = find(chosen)
+    loaded, facts = named_tokenizer(tokenizer, workers)
+    with ingest(chosen, files, report, loaded, strict, as_json) as documents:
+        corpus = CorpusIndex.build(
+            documents, output, tokenizer=facts, shard_tokens=shard_tokens, options=asdict(chosen)
+        )  # fmt: skip
+    _print_built(corpus, report, as_json)
+
+
+@app.command()
+def add(
+    index: Index,
+    paths: Sources,
+    tokenizer: Tokenizer = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    gitignore: Gitignore = True,
+    field: Field = None,
+    role: Role = None,
+    dedup: Dedup = False,
+    strict: Strict = False,
+    workers: Workers = 0,
+    max_memory: MaxMemory = "28G",
+    as_json: Json = False,
+) -> None:
+    """Add files to an index as a new shard. Options are those of build; --dedup compares the new files only.
+
+    Example: retrodraft index add my.index more/ --strict
+    """
+    from retrodraft.index.corpus import CorpusIndex
+
+    shard_tokens = _shard_tokens(max_memory)
+    corpus = CorpusIndex.open(index)
+    chosen = Selection(paths, include or [], exclude or [], gitignore, field, role, dedup)
+    files, report = find(chosen)
+    loaded = index_tokenizer(corpus, tokenizer, workers)
+    with ingest(chosen, files, report, loaded, strict, as_json) as documents:
+        corpus.extend(documents, shard_tokens=shard_tokens)
+    _print_built(corpus, report, as_json)
+
+
+@app.command()
+def merge(
+    indexes: Annotated[list[Path], typer.Argument(help="Folders of indexes that share a tokenizer.")],
+    output: Output,
+    as_json: Json = False,
+) -> None:
+    """Join indexes into a new one, shard by shard; nothing is sorted anew.
+
+    Example: retrodraft index merge code.index docs.index -o all.index
+    """
+    from retrodraft.index.corpus import CorpusIndex
+
+    with disk_errors():
+        corpus = CorpusIndex.merge(indexes, output)
+    _print_info(corpus, as_json)
+
+
+@app.command()
+def compact(index: Index, max_memory: MaxMemory = "28G", as_json: Json = False) -> None:
+    """Sort an index's shards into one, or as few as --max-memory allows: lookups search each shard.
+
+    Example: retrodraft index compact my.index
+    """
+    from retrodraft.index.corpus import CorpusIndex
+
+    shard_tokens = _shard_tokens(max_memory)
+    corpus = CorpusIndex.open(index)
+    with disk_errors():
+        corpus.compact(shard_tokens=shard_tokens)
+    _print_info(corpus, as_json)
+
+
+@app.command()
+def info(index: Index, as_json: Json = False) -> None:
+    """Show size, documents, tokenizer and build options.
+
+    Example: retrodraft index info my.index --json
+    """
+    from retrodraft.index.corpus import CorpusIndex
+
+    _print_info(CorpusIndex.open(index), as_json)
+
+
+@app.command()
+def query(
+    index: Index,
+    text: Annotated[str, typer.Argument(help="Text whose end is looked up; - reads standard input.")],
+    k: Annotated[int, typer.Option(min=1, max=64, help="Continuations.")] = 8,
+    documents: Annotated[int, typer.Option(min=0, help="Documents to name.")] = 5,
+    tokenizer: Tokenizer = None,
+    as_json: Json = False,
+) -> None:
+    """Look up the longest end of a text that occurs, what followed it, and in which documents.
+
+    Example: retrodraft index query my.index "for i in range("
+    """
+    from retrodraft.index.corpus import CorpusIndex
+    from retrodraft.index.ingest import IngestReport, Text, tokenize
+
+    corpus = CorpusIndex.open(index)
+    loaded = index_tokenizer(corpus, tokenizer, 0)
+    raw = standard_input().read() if text == "-" else os.fsencode(text)
+    try:
+        wanted = raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        raise ValueError("the text to look up is not UTF-8") from None
+    found = list(tokenize([Text("query", wanted)], loaded, IngestReport()))
+    context = found[0].token_ids if found else []
+    interval = corpus.match(context)
+    matched = list(context)[len(context) - interval.length :]
+    continuations = corpus.continuations(interval, k) if interval.length else []
+    places = corpus.occurrences(interval, documents) if interval.length else []
+    result = {
+        "match_length": interval.length, "matched": loaded.decode(matched), "occurrences": interval.count,
+        "continuations": [
+            {"token": token, "text": loaded.decode([token]), "count": count, "share": count / interval.count}
+            for token, count in continuations
+        ],
+        "documents": [{"name": place.name, "position": place.position} for place in places],
+    }  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    if not interval.length:
+        typer.echo("No token of the text's end occurs in the index.")
+        return
+    typer.echo(f"match length {interval.length}, occurrences {interval.count}: {result['matched']!r}")
+    for token, count in continuations:
+        typer.echo(f"{count:>10} {count / interval.count:>6.1%}  {loaded.decode([token])!r}")
+    for place in places:
+        typer.echo(f"in {place.name!r}, token {place.position}")
+
+
+@app.command()
+def verify(index: Index, as_json: Json = False) -> None:
+    """Compare every file of an index with its checksum. Exit code 1 if it is damaged.
+
+    Example: retrodraft index verify my.index
+    """
+    from retrodraft.index.corpus import KIND, CorpusIndex
+    from retrodraft.index.storage import IndexFormatError, open_store
+
+    if not index.is_dir():
+        raise ValueError(f"{index} is not a folder; an index is one")
+    try:
+        store = open_store(index, None, check=True)
+        if store.kind == KIND:
+            CorpusIndex(store)  # compares the facts of the manifest with the arrays
+    except IndexFormatError as error:
+        typer.echo(json.dumps({"ok": False, "problem": str(error)}) if as_json else f"damaged: {error}")
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps({"ok": True, "files": len(store.entries), "bytes": store.nbytes}))
+    else:
+        typer.echo(f"{index}: {len(store.entries)} files, {store.nbytes:,} bytes, all as they were written")
+
+
+@app.command(name="eval")
+def evaluate_index(
+    index: Index,
+    workload: Annotated[list[str], typer.Option(help="Texts to replay: .jsonl, .parquet or text; repeatable.")],
+    field: Field = None,
+    role: Annotated[str, typer.Option(help="Of chat logs, only this role's messages; '' takes all.")] = "assistant",
+    num_draft_tokens: Annotated[int, typer.Option(min=0, help="Longest draft.")] = 16,
+    limit: Annotated[int, typer.Option(min=0, help="Documents, from the start; 0 takes all.")] = 0,
+    tokenizer: Tokenizer = None,
+    as_json: Json = False,
+) -> None:
+    """Replay texts as if a model wrote them: how often, and how far, drafts from the index alone would be right.
+
+    Use texts that are not in the index.
+
+    Example: retrodraft index eval my.index --workload answers.jsonl --limit 100
+    """
+    from itertools import islice
+
+    from retrodraft.index.corpus import CorpusIndex
+    from retrodraft.index.evaluation import evaluate
+
+    corpus = CorpusIndex.open(index)
+    chosen = Selection(workload, field=field, role=role or None)
+    files, report = find(chosen)
+    loaded = index_tokenizer(corpus, tokenizer, 0)
+    with ingest(chosen, files, report, loaded, False, as_json) as documents:
+        started = time.perf_counter()
+        result = evaluate(corpus, islice(documents, limit or None), num_draft_tokens).as_dict()
+    result["seconds"] = time.perf_counter() - started
+    result["skipped"] = [vars(item) for item in report.skipped]
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    print_skipped(report)
+    typer.echo(
+        f"{result['num_documents']} documents, {result['num_positions']:,} tokens: the most frequent continuation was "
+        f"right {result['top_1_rate']:.1%} of the time, one of eight {result['top_8_rate']:.1%}; matches of "
+        f"{result['mean_match_length']:.1f} tokens on average.\nDrafts of up to {num_draft_tokens} tokens from the "
+        f"index alone: {result['tokens_per_forward']:.2f} tokens per forward."
+    )
+
+
+def _shard_tokens(max_memory: str) -> int:
+    from retrodraft.index.corpus import BYTES_PER_TOKEN, MAX_SHARD_TOKENS
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)i?B?", max_memory.strip(), re.IGNORECASE)
+    num_bytes = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ") if match else 0.0
+    if num_bytes < 1 << 20:
+        raise ValueError(f"max-memory must be a size of at least 1M, for instance 500M or 8G; got {max_memory!r}")
+    return min(int(num_bytes / BYTES_PER_TOKEN), MAX_SHARD_TOKENS)
+
+
+def _facts(corpus: CorpusIndex) -> dict[str, Any]:
+    return {
+        "path": str(corpus.path), "num_tokens": corpus.num_tokens, "num_documents": corpus.num_documents,
+        "num_shards": len(corpus.arrays), "bytes": corpus.nbytes,
+        "bytes_per_token": corpus.nbytes / max(corpus.num_tokens, 1), "tokenizer": corpus.info["tokenizer"],
+        "options": corpus.info.get("options", {}),
+    }  # fmt: skip
+
+
+def _print_info(corpus: CorpusIndex, as_json: bool) -> None:
+    facts = _facts(corpus)
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    tokenizer = facts["tokenizer"]
+    typer.echo(
+        f"{facts['path']}: {facts['num_tokens']:,} tokens in {facts['num_documents']:,} documents, "
+        f"{facts['num_shards']} shard{'s' * (facts['num_shards'] != 1)}, {facts['bytes']:,} bytes "
+        f"({facts['bytes_per_token']:.2f} a token)\ntokenizer {tokenizer.get('name', '?')!r}, "
+        f"{tokenizer.get('vocab_size', '?')} tokens, fingerprint {tokenizer.get('fingerprint', '?')[:16]}"
+    )
+    given = {name: value for name, value in facts["options"].items() if value not in (None, [], False)}
+    typer.echo(f"options {json.dumps(given)}")
+
+
+def _print_built(corpus: CorpusIndex, report: IngestReport, as_json: bool) -> None:
+    if as_json:
+        skipped = [vars(item) for item in report.skipped]
+        facts = {**_facts(corpus), "skipped": skipped, "num_duplicates": report.num_duplicates}
+        typer.echo(json.dumps(facts))
+        return
+    print_skipped(report)
+    if report.num_duplicates:
+        typer.echo(f"left out {report.num_duplicates} repeated documents", err=True)
+    _print_info(corpus, False)

@@ -1,0 +1,202 @@
+"""The corpus store against brute force: shards, borders, growth, joins, and what it asks of a model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retrodraft.index import CorpusIndex, Document, IndexFormatError
+from retrodraft.index.corpus import BYTES_PER_TOKEN, MAX_TOKEN
+from retrodraft.index.evaluation import evaluate
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_sync() -> Iterator[None]:
+    """Syncing hundreds of small files takes minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+corpora = st.lists(st.lists(st.integers(0, 3), max_size=12), max_size=6)
+
+
+def followers(documents: list[list[int]], pattern: list[int]) -> tuple[int, Counter[int]]:
+    """Occurrences of `pattern` within documents, and the tokens behind them."""
+    n, count, tokens = len(pattern), 0, Counter[int]()
+    for document in documents:
+        for i in range(len(document) - n + 1):
+            if document[i : i + n] == pattern:
+                count += 1
+                tokens.update(document[i + n : i + n + 1])
+    return count, tokens
+
+
+@given(corpora, st.lists(st.integers(0, 3), min_size=1, max_size=8), st.sampled_from([4, 13, 1000]))
+@settings(max_examples=100, deadline=None)
+def test_matches_and_continuations(documents: list[list[int]], context: list[int], shard_tokens: int) -> None:
+    """One logical index over any number of shards; a document that no shard could hold is cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = CorpusIndex.build(documents, Path(folder, "c"), shard_tokens=shard_tokens)
+        size = shard_tokens - 1
+        cut = [document[i : i + size] for document in documents for i in range(0, len(document), size)]
+        assert [list(document.token_ids) for document in corpus.documents()] == cut
+        assert corpus.num_tokens == sum(map(len, cut)) and corpus.num_documents == len(cut)
+        interval = corpus.match(context)
+        expected = next((n for n in range(len(context), 0, -1) if followers(cut, context[-n:])[0]), 0)
+        assert interval.length == expected
+        while interval.length:
+            count, tokens = followers(cut, context[-interval.length :])
+            assert interval.count == count
+            assert corpus.continuations(interval, 8) == sorted(tokens.items(), key=lambda item: (-item[1], item[0]))
+            shorter = corpus.shorter(context, interval)
+            for n in range(interval.length - 1, shorter.length, -1):
+                assert followers(cut, context[-n:])[0] == count
+            interval = shorter
+
+
+def test_no_draft_crosses_a_document() -> None:
+    """O20: the tail of one document and the head of the next form no match and no continuation."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = CorpusIndex.build([[1, 2, 3], [4, 5, 6]], Path(folder, "c"))
+        assert corpus.match([2, 3, 4]).length == 1
+        assert corpus.continuations(corpus.match([2, 3])) == []
+        assert corpus.find([3, 4]).count == 0 and corpus.find([3, -1]).count == 0 and corpus.find([2, 3]).count == 1
+
+
+def test_empty_and_tiny(tmp_path: Path) -> None:
+    """O20: an empty corpus opens and drafts nothing; one token, and a thousand copies, work."""
+    for documents in ([], [[]], [[], []]):
+        corpus = CorpusIndex.build(documents, tmp_path / "empty")
+        assert (corpus.num_tokens, corpus.num_documents, corpus.max_token) == (0, 0, -1)
+        assert corpus.match([1, 2]).length == 0 and corpus.continuations(corpus.match([1, 2])) == []
+        assert corpus.occurrences(corpus.match([1])) == [] and list(corpus.documents()) == []
+    corpus = CorpusIndex.build([[5]], tmp_path / "one")
+    assert corpus.match([5]).count == 1 and corpus.continuations(corpus.match([5])) == []
+    corpus = CorpusIndex.build([[1, 2, 3, 4]] * 1000, tmp_path / "copies")
+    assert corpus.continuations(corpus.match([2, 3])) == [(4, 1000)]
+
+
+def test_names_and_places(tmp_path: Path) -> None:
+    names = ["a b.py", "emoji \N{SNOWMAN}\n.py", "bad \udcff name", ""]
+    documents = [Document([9, i, 1, 2, 3], name) for i, name in enumerate(names)]
+    corpus = CorpusIndex.build(documents, tmp_path / "c", shard_tokens=12)
+    assert len(corpus.arrays) == 2
+    places = corpus.occurrences(corpus.match([1, 2]))
+    assert sorted((place.name, place.position) for place in places) == sorted(
+        (name.replace("\udcff", "\ufffd"), 4) for name in names
+    )
+    assert len(corpus.occurrences(corpus.match([1, 2]), limit=3)) == 3
+    assert [corpus.document_at(p).name for p in (0, 11, 12, 17, 18, 23)] == [
+        names[0], names[1], "bad \ufffd name", "bad \ufffd name", "", ""
+    ]  # fmt: skip
+    assert corpus.following(0, 9).tolist() == [0, 1, 2, 3] and corpus.following(13, 2).tolist() == [1, 2]
+    assert corpus.following(4, 9).tolist() == corpus.following(23, 9).tolist() == []
+    for call in (corpus.document_at, lambda position: corpus.following(position, 1)):
+        with pytest.raises(ValueError, match="24"):
+            call(24)
+
+
+def test_growing_joining_compacting(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 30, 200).astype(np.int32) for _ in range(12)]
+    whole = CorpusIndex.build(documents, tmp_path / "whole", tokenizer={"fingerprint": "f", "name": "n"})
+    grown = CorpusIndex.build(documents[:4], tmp_path / "grown", tokenizer={"fingerprint": "f", "name": "n"})
+    other = CorpusIndex.open(tmp_path / "grown")
+    grown.extend(documents[4:8])
+    grown.extend([])
+    other.extend(documents[8:])  # sees the shard that was added behind its back
+    assert len(other.arrays) == 3 and len(grown.arrays) == 2
+    first = CorpusIndex.build(documents[:6], tmp_path / "first", tokenizer={"fingerprint": "f"})
+    second = CorpusIndex.build(documents[6:], tmp_path / "second", tokenizer={"fingerprint": "f"})
+    joined = CorpusIndex.merge([first.path, second.path], tmp_path / "joined")
+    compacted = CorpusIndex.merge([first.path, second.path], tmp_path / "compacted")
+    compacted.compact()
+    assert len(joined.arrays) == 2 and len(compacted.arrays) == 1
+    for corpus in (other, joined, compacted, CorpusIndex.open(tmp_path / "compacted", check=True)):
+        assert corpus.num_tokens == whole.num_tokens and corpus.fingerprint == "f"
+        for document in documents:
+            for end in (3, 50, 199):
+                context = document[:end]
+                assert corpus.match(context).count == whole.match(context).count
+                assert corpus.continuations(corpus.match(context)) == whole.continuations(whole.match(context))
+    alien = CorpusIndex.build([[1]], tmp_path / "alien", tokenizer={"fingerprint": "g"})
+    with pytest.raises(ValueError, match="different tokenizers"):
+        CorpusIndex.merge([first.path, alien.path], tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
+
+
+def test_a_corpus_that_does_not_fit_a_model(tmp_path: Path) -> None:
+    """O12: another tokenizer, or ids that the model has no rows for, are named at load."""
+    corpus = CorpusIndex.build([[1, 128]], tmp_path / "c", tokenizer={"fingerprint": "abc", "name": "big"})
+    corpus.check_tokenizer("abc", 129)
+    with pytest.raises(IndexFormatError, match=r"128.*only 128"):
+        corpus.check_tokenizer("abc", 128)
+    with pytest.raises(IndexFormatError, match="'big'"):
+        corpus.check_tokenizer("other", 200)
+
+
+@pytest.mark.parametrize("document", [[-1], [MAX_TOKEN + 1], [0.5], [[1]], ["a"], [2**40]], ids=str)
+def test_ids_that_are_none(tmp_path: Path, document: list[object]) -> None:
+    with pytest.raises(ValueError, match="document"):
+        CorpusIndex.build([[1, 2], document], tmp_path / "c")  # type: ignore[list-item]
+    with pytest.raises(IndexFormatError):
+        CorpusIndex.open(tmp_path / "c")
+
+
+def test_bytes_and_memory_per_token(tmp_path: Path) -> None:
+    """At most 9 bytes a token on disk, and building takes at most 14 a token of the largest shard."""
+    rng = np.random.default_rng(0)
+    documents = [rng.zipf(1.3, 2000).clip(max=49_000).astype(np.int32) for _ in range(500)]
+    CorpusIndex.build(documents[:2], tmp_path / "c")
+    tracemalloc.start()
+    corpus = CorpusIndex.build((document.copy() for document in documents), tmp_path / "c")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert corpus.nbytes / corpus.num_tokens <= 9
+    assert peak / corpus.num_tokens <= BYTES_PER_TOKEN
+
+
+def test_damaged_facts(tmp_path: Path) -> None:
+    CorpusIndex.build([[1, 2, 3]], tmp_path / "c")
+    manifest = tmp_path / "c" / "manifest.json"
+    text = manifest.read_text()
+    for old, new in (('"num_documents": 1', '"num_documents": 2'), ('"num_positions": 4', '"num_positions": 5'),
+                     ('"shards": [', '"shard": ['), ('"max_token": 3', '"max_token": "x"'), ("keys-0", "kees-0"),
+                     ('"tokenizer": {}', '"tokenizer": 5')):  # fmt: skip
+        assert old in text
+        manifest.write_text(text.replace(old, new))
+        with pytest.raises(IndexFormatError):
+            CorpusIndex.open(tmp_path / "c")
+    manifest.write_text(text)
+    CorpusIndex.open(tmp_path / "c", check=True)
+
+
+def test_replay(tmp_path: Path) -> None:
+    """A text that is in the corpus is drafted whole, one that shares nothing not at all."""
+    text = list(range(50))
+    corpus = CorpusIndex.build([text], tmp_path / "c")
+    result = evaluate(corpus, [Document(text)], num_draft_tokens=16).as_dict()
+    assert result["num_top_1"] == result["num_positions"] == 49
+    assert result["num_forwards"] == 3 and result["tokens_per_forward"] == 49 / 3
+    result = evaluate(corpus, [Document(list(range(100, 150)))]).as_dict()
+    assert result["num_matched"] == 0 and result["tokens_per_forward"] == 1.0
+    assert evaluate(corpus, [Document(text)], num_draft_tokens=0).as_dict()["tokens_per_forward"] == 1.0
+
+
+def test_import_needs_no_torch() -> None:
+    modules = "corpus, evaluation, files, fingerprint, ingest, ngram, storage"
+    code = f"import sys\nfrom retrodraft.index import {modules}\nassert 'torch' not in sys.modules\n"
+    code += "assert 'transformers' not in sys.modules and 'pyarrow' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
