@@ -36,7 +36,7 @@ def shrunk(
 
 def priors(hits: npt.NDArray[np.float32], trials: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
     """Shrunk rates of all cells; the scopes that were not seen take those of the request."""
-    shape = (NUM_MATCH, 3, NUM_PAIR // 3, NUM_TOKEN)
+    shape = (NUM_MATCH, NUM_PAIR // 8, 8, NUM_TOKEN)
     h, t = (hits.astype(np.float64).reshape(shape), trials.astype(np.float64).reshape(shape))
     overall = np.float64(h.sum() / t.sum())
     match = shrunk(h.sum((1, 2, 3)), t.sum((1, 2, 3)), overall)

@@ -25,12 +25,22 @@ class AdjacencyRows:
             raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
         self.vocab_size = vocab_size
         self.num_pairs = num_pairs
+        self._start: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
+        self.reset()
+
+    def start_from(self, token_ids: npt.NDArray[np.int32], probs: npt.NDArray[np.float32]) -> None:
+        """Forget every row; begin, now and after `reset`, with these of the tokens 0, 1 …: [num_tokens, <= WIDTH]."""
+        self._start = token_ids, probs
         self.reset()
 
     def reset(self) -> None:
-        """Forget every row."""
+        """Forget every row but those of the hot start."""
         self.token_ids = np.full((self.vocab_size, kernel.WIDTH), -1, np.int32)
         self.token_probs = np.zeros((self.vocab_size, kernel.WIDTH), np.uint16)
+        if self._start is not None:
+            ids, probs = self._start
+            self.token_ids[: len(ids), : ids.shape[1]] = ids
+            self.token_probs[: len(ids), : ids.shape[1]] = np.minimum(probs, 1.0) * kernel.ONE
         self.pair_keys = np.zeros(self.num_pairs, np.int64)
         self.pair_stamps = np.zeros(self.num_pairs, np.int32)
         self.pair_ids = np.zeros((self.num_pairs, kernel.WIDTH), np.int32)

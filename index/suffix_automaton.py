@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +66,16 @@ class SuffixAutomaton:
             found.append((token, int(self.states[target, kernel.COUNT]), int(self.states[target, kernel.LATEST])))
             edge = following
         return found
+
+    def follow(self, token_ids: npt.NDArray[np.int32]) -> tuple[int, int]:
+        """State and length of the longest suffix of `token_ids` that occurs in the text. O(their number)."""
+        state, length = kernel.follow(self.states, self.edges, self.table, token_ids)
+        return int(state), int(length)
+
+    @property
+    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """The arrays in the order the kernels take them."""
+        return self.states, self.edges, self.table, self.meta
 
     @property
     def nbytes(self) -> int:

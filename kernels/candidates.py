@@ -1,16 +1,18 @@
 """Candidates for the next token of one tree node, each with the calibration cell that its evidence falls into.
 
-Two kinds of store answer, and both speak only in tokens and features:
+Three kinds of store answer, and all speak only in tokens and features:
 
-- suffix automata, one a scope (request, session, workspace, global): the continuations of the longest match and of its
-  shorter suffixes, with the match length, the share of the occurrences that continued so, and how many there were;
+- suffix automata (the request, the session's history, the workspace's files, a predicted output): the continuations of
+  the longest match and of its shorter suffixes, with the match length, the share of the occurrences that continued so,
+  and how many there were;
+- corpora on disk: the same for the longest match in each shard;
 - adjacency rows (Token Recycling): the target's own probabilities after the last pair of tokens and the last token.
 
 A token's evidence is reduced to a cell number; the calibration table holds, for each cell, how often a candidate of
 that cell was what the target said. So every store is judged by its outcomes, on one scale, and none by a hand-set
 weight. Cells are laid out as [match, pair, token]:
 
-    match 0..288   0 = no automaton proposed it, else 1 + ((scope * 2 + shorter) * 6 + length bucket) * 6 + share bucket
+    match 0..360   0 = no text proposed it, else 1 + ((scope * 2 + shorter) * 6 + length bucket) * 6 + share bucket
     pair  0..23    (0 pair row, 1 token row only, 2 neither) * 8 + probability bucket (0 = not among the row's tokens)
     token 0..5     0 = no token row, 1 = not among its tokens, 2..5 probability bucket
 """
@@ -19,16 +21,19 @@ import numpy as np
 
 from retrodraft.kernels.adjacency import ONE, WIDTH, find_pair
 from retrodraft.kernels.jit import njit
+from retrodraft.kernels.suffix_array import corpus_candidates
 from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN
 
-NUM_SCOPES = 4
+NUM_SCOPES = 5
+REQUEST, SESSION, WORKSPACE, PREDICTION, GLOBAL = 0, 1, 2, 3, 4
 NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * 72, 24, 6
 NUM_CELLS = NUM_MATCH * NUM_PAIR * NUM_TOKEN
 MAX_CANDIDATES = 48  # of one node
 MAX_ORDERS = 4  # suffixes of the match that are asked, longest first
 MAX_EDGES = 8  # continuations of one suffix that are looked at, newest first
 
-FROM_CONTEXT, FROM_ADJACENCY = 1, 2  # who proposed a candidate, as bits
+FROM_ADJACENCY = 1 << NUM_SCOPES  # who proposed a candidate, as bits; a text of scope s is 1 << s
+CONTEXT = 64  # newest tokens of the text that are kept at hand
 
 
 @njit
@@ -87,53 +92,98 @@ def _place(tokens, size, token):
 
 
 @njit
-def gather(stores, scopes, rows, states, lengths, previous, token, out_tokens, out_cells, out_sources):
+def _offer(scope, shorter, length, count, total, num_followers, token, size, found):
+    """Take a text's evidence for `token` if it is the longest match so far; returns the number of candidates."""
+    tokens, match, match_length, sources = found
+    index = _place(tokens, size, token)
+    if index < 0:
+        return size
+    if index == size:
+        sources[index] = 0
+    if index == size or length > match_length[index]:
+        bucket = (scope * 2 + shorter) * 6 + _length_bucket(length)
+        match[index] = 1 + bucket * 6 + _share_bucket(count, total, num_followers)
+        match_length[index] = length
+    sources[index] |= 1 << scope
+    return max(size, index + 1)
+
+
+@njit
+def _from_automaton(automaton, edges, scope, state, length, size, found):
+    """Continuations of the match `state`, `length` and of its shorter suffixes; returns the number of candidates."""
+    shorter = 0
+    for _order in range(MAX_ORDERS):
+        if state <= 0 or length < 1:
+            break
+        total = 0
+        num_followers = 0
+        edge = automaton[state, HEAD]
+        while edge >= 0 and num_followers < MAX_EDGES:
+            total += automaton[edges[edge, TARGET], COUNT]
+            num_followers += 1
+            edge = edges[edge, NEXT]
+        edge = automaton[state, HEAD]
+        for _follower in range(num_followers):
+            count = automaton[edges[edge, TARGET], COUNT]
+            size = _offer(scope, shorter, length, count, total, num_followers, edges[edge, TOKEN], size, found)
+            edge = edges[edge, NEXT]
+        if num_followers > 0:
+            shorter = 1
+        state = automaton[state, LINK]
+        if state > 0:
+            length = automaton[state, LENGTH]
+    return size
+
+
+@njit
+def _from_corpora(corpora, spans, context, vocab_size, size, found):
+    """Continuations of the longest match in each shard; returns the number of candidates.
+
+    `spans` int32 [num_shards] comes with the match lengths of the context without its last token, a bound of what there
+    is to find, and goes with those of the context.
+    """
+    tokens = np.empty(MAX_EDGES, np.int32)
+    counts = np.empty(MAX_EDGES, np.int32)
+    for shard in range(len(corpora)):
+        text, order, keys = corpora[shard]
+        span = spans[shard]
+        spans[shard] = 0
+        if span < 0 or text.shape[0] == 0:
+            continue
+        length, total, num_followers = corpus_candidates(text, order, keys, context, context.shape[0], tokens, counts)
+        spans[shard] = length if length > 0 else -1
+        for i in range(num_followers):
+            if tokens[i] < vocab_size:
+                size = _offer(GLOBAL, 0, length, counts[i], total, num_followers, tokens[i], size, found)
+    return size
+
+
+@njit
+def gather(
+    stores, scopes, corpora, rows, states, lengths, spans, context, out_tokens, out_cells, out_sources
+):  # fmt: skip
     """Candidates to follow a node; returns how many.
 
     `stores[i]` is the (states, edges, table, meta) of the automaton of scope `scopes[i]`, in which the text up to and
-    including the node has the match `states[i]`, `lengths[i]`; `rows` are the adjacency tables; `token` is the node's
-    token and `previous` the one before it (-1 = none). O(1): orders, edges and rows are bounded.
+    including the node has the match `states[i]`, `lengths[i]`; `corpora` are (tokens, order, keys), their `spans` as
+    `_from_corpora` says; `rows` are the adjacency tables. `context` int32 [CONTEXT] are the newest tokens, the node's
+    own last, filled up in front with -1. O(1) but for the search in the corpora: orders, edges and rows are bounded.
     """
     match = np.zeros(MAX_CANDIDATES, np.int32)
     match_length = np.zeros(MAX_CANDIDATES, np.int32)
     pair = np.zeros(MAX_CANDIDATES, np.int32)
     single = np.zeros(MAX_CANDIDATES, np.int32)
+    token_ids, token_probs, pair_keys, _, pair_ids, pair_probs = rows
+    previous = context[CONTEXT - 2]
+    token = context[CONTEXT - 1]
+    found = (out_tokens, match, match_length, out_sources)
     size = 0
     for i in range(len(stores)):
-        automaton, edges, _, _ = stores[i]
-        state = states[i]
-        length = lengths[i]
-        shorter = 0
-        for _order in range(MAX_ORDERS):
-            if state <= 0 or length < 1:
-                break
-            total = 0
-            num_followers = 0
-            edge = automaton[state, HEAD]
-            while edge >= 0 and num_followers < MAX_EDGES:
-                total += automaton[edges[edge, TARGET], COUNT]
-                num_followers += 1
-                edge = edges[edge, NEXT]
-            edge = automaton[state, HEAD]
-            for _follower in range(num_followers):
-                index = _place(out_tokens, size, edges[edge, TOKEN])
-                if index >= 0 and (index == size or length > match_length[index]):
-                    count = automaton[edges[edge, TARGET], COUNT]
-                    bucket = (scopes[i] * 2 + shorter) * 6 + _length_bucket(length)
-                    match[index] = 1 + bucket * 6 + _share_bucket(count, total, num_followers)
-                    match_length[index] = length
-                    out_sources[index] = FROM_CONTEXT
-                    size = max(size, index + 1)
-                edge = edges[edge, NEXT]
-            if num_followers > 0:
-                shorter = 1
-            state = automaton[state, LINK]
-            if state > 0:
-                length = automaton[state, LENGTH]
-    token_ids, token_probs, pair_keys, _, pair_ids, pair_probs = rows
+        size = _from_automaton(stores[i][0], stores[i][1], scopes[i], states[i], lengths[i], size, found)
+    size = _from_corpora(corpora, spans, context, token_ids.shape[0], size, found)
     slot = find_pair(pair_keys, previous, token) if previous >= 0 else -1
     known = 0 <= token < token_ids.shape[0] and token_ids[token, 0] >= 0
-    from_context = size
+    from_texts = size
     if slot >= 0:
         for rank in range(WIDTH):
             index = _place(out_tokens, size, pair_ids[slot, rank])
@@ -151,7 +201,7 @@ def gather(stores, scopes, rows, states, lengths, previous, token, out_tokens, o
                 size = max(size, index + 1)
     evidence = 0 if slot >= 0 else 1 if known else 2
     for i in range(size):
-        if i >= from_context:
+        if i >= from_texts:
             out_sources[i] = FROM_ADJACENCY
         elif pair[i] > 0 or single[i] > 0:
             out_sources[i] |= FROM_ADJACENCY

@@ -7,16 +7,21 @@ from typing import Any
 import numba
 
 
-def njit(function: Callable[..., Any]) -> Any:
+def njit(function: Callable[..., Any], **options: Any) -> Any:
     """`numba.njit(cache=True, nogil=True)` that also works without a writable folder and over a damaged cache."""
     try:
-        compiled = numba.njit(cache=True, nogil=True)(function)
+        compiled = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no folder can hold the cache: compile anew in each process
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, **options)(function)
     cache = getattr(compiled, "_cache", None)  # None where NUMBA_DISABLE_JIT is set
     if cache is not None:
         _guard(cache)
     return compiled
+
+
+def reordering_njit(function: Callable[..., Any]) -> Any:
+    """`njit` that may reorder sums and maxima of numbers (not NaN), so that they become vector instructions."""
+    return njit(function, fastmath={"nnan", "nsz", "reassoc", "contract"}, inline="never")
 
 
 def _guard(cache: Any) -> None:

@@ -4,20 +4,23 @@ import numpy as np
 
 from retrodraft.kernels import suffix_automaton as sa
 from retrodraft.kernels.adjacency import blend, claim_pair
-from retrodraft.kernels.candidates import MAX_CANDIDATES, gather
+from retrodraft.kernels.candidates import CONTEXT, MAX_CANDIDATES, gather
 from retrodraft.kernels.jit import njit
 
 MAX_TRIALS = 2000.0  # of a cell; then both counts are halved, so that old outcomes fade
 
 
 @njit
-def observe(stores, scopes, rows, hits, trials, states, lengths, context, tokens, start, top_ids, top_probs, rate, now):
+def observe(
+    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, tokens, start, top_ids, top_probs,
+    rate, now,
+):  # fmt: skip
     """Take the committed `tokens[start:]` one by one; returns the index of the first one that found no room.
 
     Before token i is appended to the request's automaton (`stores[0]`; the other stores are only followed), the
     candidates that its context had are judged against it, in the tree or not: full information. Then the target's
     top-k after that context (`top_ids[i]`, `top_probs[i]`; a first id of -1 = not known) joins the adjacency rows.
-    `context` int32 [2] holds the two newest tokens of the text and is moved along, as `states` and `lengths` are.
+    `context` int32 [CONTEXT], the newest tokens, is moved along, as `states`, `lengths` and `spans` are.
     """
     cand_tokens = np.empty(MAX_CANDIDATES, np.int32)
     cand_cells = np.empty(MAX_CANDIDATES, np.int32)
@@ -29,7 +32,7 @@ def observe(stores, scopes, rows, hits, trials, states, lengths, context, tokens
         if sa.needs_room(automaton, edges, table, meta, added):
             return i
         found = gather(
-            stores, scopes, rows, states, lengths, context[0], context[1], cand_tokens, cand_cells, cand_sources
+            stores, scopes, corpora, rows, states, lengths, spans, context, cand_tokens, cand_cells, cand_sources
         )
         for j in range(found):
             cell = cand_cells[j]
@@ -40,7 +43,7 @@ def observe(stores, scopes, rows, hits, trials, states, lengths, context, tokens
                 trials[cell] *= 0.5
                 hits[cell] *= 0.5
         if top_ids[i, 0] >= 0:
-            learn_row(rows, context[0], context[1], top_ids[i], top_probs[i], rate, now)
+            learn_row(rows, context[CONTEXT - 2], context[CONTEXT - 1], top_ids[i], top_probs[i], rate, now)
         sa.append(automaton, edges, table, meta, token, automaton[meta[sa.NEWEST], sa.LENGTH])
         newest_link = automaton[meta[sa.NEWEST], sa.LINK]
         states[0] = newest_link
@@ -50,8 +53,8 @@ def observe(stores, scopes, rows, hits, trials, states, lengths, context, tokens
             state, length = sa.step(other, other_edges, other_table, states[s], lengths[s], token)
             states[s] = state
             lengths[s] = length
-        context[0] = context[1]
-        context[1] = token
+        context[: CONTEXT - 1] = context[1:]
+        context[CONTEXT - 1] = token
     return tokens.shape[0]
 
 

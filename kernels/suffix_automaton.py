@@ -196,3 +196,17 @@ def step(states, edges, table, state, length, token):
         if state >= 0:
             length = states[state, LENGTH]
     return 0, 0
+
+
+@njit
+def follow(states, edges, table, tokens):
+    """State and length of the longest suffix of `tokens` that occurs; a negative token starts anew."""
+    state = 0
+    length = 0
+    for token in tokens:
+        if token < 0:
+            state = 0
+            length = 0
+        else:
+            state, length = step(states, edges, table, state, length, token)
+    return state, length

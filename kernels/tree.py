@@ -12,7 +12,7 @@ gains most over its price. A deep spine (GOOSE, 2604.02047) appears by itself wh
 
 import numpy as np
 
-from retrodraft.kernels.candidates import MAX_CANDIDATES, gather
+from retrodraft.kernels.candidates import CONTEXT, MAX_CANDIDATES, gather
 from retrodraft.kernels.jit import njit
 from retrodraft.kernels.suffix_automaton import step
 
@@ -68,20 +68,34 @@ def _cannot_pay(prices, num_nodes, value, prob, best):
 
 
 @njit
+def _path_context(tokens, parents, depths, node, context, out):
+    """The newest CONTEXT tokens of the text up to and including a node."""
+    above = min(depths[node], CONTEXT)
+    for i in range(CONTEXT - above):
+        out[i] = context[i + above]
+    for i in range(CONTEXT - 1, CONTEXT - 1 - above, -1):
+        out[i] = tokens[node]
+        node = parents[node]
+
+
+@njit
 def build(
-    stores, scopes, rows, hits, trials, states, lengths, previous, root, prices, max_depth, single,
+    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, prices, max_depth, single,
     tokens, parents, depths, probs, sources,
 ):  # fmt: skip
     """Fill the arrays with the best tree and return its number of nodes, the root included.
 
     `prices[n]` is what a forward over a root and n nodes costs, in expected tokens; its length bounds the tree. The
     tree of n nodes is worth its probability mass less `prices[n]`. `single` asks for a chain: one child a node.
+    The stores, their matches and `context`, which ends with the root, are those of `candidates.gather`.
     `hits` / `trials` (float32 [num_cells]) is the calibrated probability of a candidate's cell.
     """
     max_nodes = prices.shape[0] - 1
     num_stores = len(stores)
     node_states = np.empty((max_nodes + 1, num_stores), np.int32)
     node_lengths = np.empty((max_nodes + 1, num_stores), np.int32)
+    node_spans = np.empty((max_nodes + 1, len(corpora)), np.int32)
+    node_context = np.empty(CONTEXT, np.int32)
     heap_size = 0
     capacity = MAX_CANDIDATES * (max_nodes + 1)
     heap_probs = np.empty(capacity, np.float32)
@@ -91,7 +105,7 @@ def build(
     cand_tokens = np.empty(MAX_CANDIDATES, np.int32)
     cand_cells = np.empty(MAX_CANDIDATES, np.int32)
     cand_sources = np.empty(MAX_CANDIDATES, np.uint8)
-    tokens[0] = root
+    tokens[0] = context[CONTEXT - 1]
     parents[0] = -1
     depths[0] = 0
     probs[0] = 1.0
@@ -99,6 +113,7 @@ def build(
     for i in range(num_stores):
         node_states[0, i] = states[i]
         node_lengths[0, i] = lengths[i]
+    node_spans[0] = spans
     num_nodes = 1
     value = 0.0
     best_value = -prices[0]
@@ -106,9 +121,9 @@ def build(
     node = 0
     while num_nodes <= max_nodes:
         if depths[node] < max_depth:
-            before = previous if node == 0 else tokens[parents[node]]
+            _path_context(tokens, parents, depths, node, context, node_context)
             found = gather(
-                stores, scopes, rows, node_states[node], node_lengths[node], before, tokens[node],
+                stores, scopes, corpora, rows, node_states[node], node_lengths[node], node_spans[node], node_context,
                 cand_tokens, cand_cells, cand_sources,
             )  # fmt: skip
             best = -1
@@ -147,6 +162,7 @@ def build(
             state, length = step(automaton, edges, table, node_states[parent, i], node_lengths[parent, i], tokens[node])
             node_states[node, i] = state
             node_lengths[node, i] = length
+        node_spans[node] = node_spans[parent]
         value += probs[node]
         num_nodes += 1
         if value - prices[num_nodes - 1] > best_value:

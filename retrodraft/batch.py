@@ -12,7 +12,7 @@ from retrodraft.compat import CACHE_ARG, CACHE_ARGS, cache_arg, cache_in
 from retrodraft.outputs import Recorder, stacked
 from retrodraft.snapshot import SnapshotVerifier
 from retrodraft.stats import DecodingStats
-from retrodraft.strategy import Strategy
+from retrodraft.strategy import StrategyRow
 from retrodraft.target import TargetModel
 from retrodraft.tree import DraftTree, Int32
 from retrodraft.verify import Acceptance, Chooser
@@ -41,7 +41,7 @@ class Batch:
         self,
         target: TargetModel,
         recurrent: bool,
-        strategy: Strategy,
+        drafts: list[StrategyRow],
         input_ids: torch.Tensor,  # int64 [batch_size, prompt_length], left padded
         logits_processor: Any,
         stopping_criteria: Any,
@@ -75,7 +75,7 @@ class Batch:
                     generation_config.do_sample,
                     bool(generation_config.return_dict_in_generate and generation_config.output_scores), self._send,
                 ),
-                strategy.row(),
+                drafts[row],
                 Recorder(generation_config, [getattr(layer, "sliding_window", None) for layer in self._native.layers]),
                 input_ids[row, self._pads[row] if mask is not None and mask.shape == input_ids.shape else 0 :]
                 .to("cpu", torch.int32).numpy(),

@@ -27,6 +27,7 @@ from retrodraft.folders import cache_folder, keep
 from retrodraft.target import TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
 
+VERSION = 2  # of the measurement; stored curves of another one are not used
 TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens in the forward, the root included
 CONTEXT_LENGTHS = (256, 2048)
 REPEATS = 5
@@ -120,7 +121,7 @@ def curve_key(model: Any) -> str:
     device = model.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}-{os.cpu_count()}"
     shape = (
-        type(model).__name__, sum(p.numel() for p in model.parameters()), str(model.dtype), name,
+        VERSION, type(model).__name__, sum(p.numel() for p in model.parameters()), str(model.dtype), name,
         torch.get_num_threads(), model.config._attn_implementation, torch.__version__,
     )  # fmt: skip
     return hashlib.sha256(repr(shape).encode()).hexdigest()[:16]

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from retrodraft.compat import DUMMY_LAYER, INDEXED_LAYER
+from retrodraft.compat import CACHE_ARGS, DUMMY_LAYER, INDEXED_LAYER
 
 FIRST_ROOM = 256  # slots beyond the prompt of a first allocation
+ROLLBACK_ROOM = 64  # tokens by which a layer that keeps a window alone can be rolled back at any time
 
 
 class DraftLayer(CacheLayerMixin):
@@ -103,10 +104,13 @@ class DraftLayer(CacheLayerMixin):
             self.lengths[row] -= pad
         self.first = max(self.first - max(pads), 0)
 
-    def rollback(self, length: int) -> None:
-        """Forget all but the first `length` tokens of every row; a window must still reach back from there."""
+    def rollback(self, length: int) -> bool:
+        """Forget all but the first `length` tokens of every row; False if a window does not reach back from there."""
+        if self.window is not None and self.first > max(length - self.window + 1, 0):
+            return False
         if length < max(self.lengths, default=0):
             self.lengths = [min(length, held) for held in self.lengths]
+        return True
 
     def _trim(self) -> None:
         """Slide a window's tail to the front once the slots run out; amortised O(1) a token."""
@@ -114,7 +118,7 @@ class DraftLayer(CacheLayerMixin):
             return
         assert self.keys is not None and self.values is not None
         end = self.lengths[0] - self.first
-        kept = min(end, self.window - 1)
+        kept = min(end, self.window - 1 + ROLLBACK_ROOM)
         if end - kept <= max(self.window, FIRST_ROOM):
             return
         capacity = 2 * max(self.window, FIRST_ROOM)
@@ -216,6 +220,16 @@ class DraftCache(Cache):
         for layer in self.draft_layers:
             layer.commit(paths, indices)
 
+    def rollback(self, length: int) -> bool:
+        """Forget all but the first `length` tokens; False, with an unusable cache, if a sliding window is past them."""
+        return all([layer.rollback(length) for layer in self.draft_layers])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, used or not."""
+        held = (buffer for layer in self.draft_layers for buffer in (layer.keys, layer.values))
+        return sum(buffer.numel() * buffer.element_size() for buffer in held if buffer is not None)
+
     def export(self, native: Cache, pads: list[int], total: int) -> None:
         """Write the committed tokens back into the HF cache that this one stood in for, `total` slots long."""
         if isinstance(native, DynamicCache) and not native.layers:
@@ -233,6 +247,16 @@ class DraftCache(Cache):
 def cached_length(cache: Cache) -> int:
     """Tokens whose keys and values a cache holds; 0 where it holds recurrent states alone, which have no length."""
     return int(cache.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) else 0
+
+
+def fresh_cache(model: Any, kwargs: dict[str, Any]) -> None:
+    """Put an empty HF cache in place of a `DraftCache` among the arguments of a decoding loop that is not ours.
+
+    The loop is given the whole text, so nothing is lost but the time to feed it again.
+    """
+    for name in CACHE_ARGS:
+        if isinstance(kwargs.get(name), DraftCache):
+            kwargs[name] = DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def unsupported_layer(native: Cache) -> str | None:

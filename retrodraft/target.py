@@ -19,11 +19,14 @@ from transformers.integrations import sdpa_attention
 
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
+from retrodraft.kernels import top_logits as kernel
 from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, tree_mask_function
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
 
 HARVEST_CHUNK = 128  # prompt positions whose logits are held at once
+HARVEST_LIMIT = 2048  # newest prompt tokens whose logits are read at most
+HARVEST_SHARE = 1 / 16  # of the weights that decoding reads: what the output head may cost on the prompt
 
 _local = threading.local()  # .layout: the trees of the forward that this thread is in
 _hooks_lock = threading.Lock()
@@ -152,9 +155,14 @@ class TargetModel:
 def top_logits(logits: torch.Tensor, k: int) -> TopLogits:
     """The `k` best entries of each row of `logits` [num_positions, vocab_size], with softmax probabilities."""
     logits = logits.float()
-    values, indices = logits.topk(min(k, logits.shape[-1]), dim=-1)
-    probs = (values - logits.logsumexp(-1, keepdim=True)).exp()
-    return TopLogits(indices.to(torch.int32).cpu().numpy(), probs.cpu().numpy())
+    k = min(k, logits.shape[-1])
+    if logits.device.type == "cpu":
+        token_ids, probs = np.empty((len(logits), k), np.int32), np.empty((len(logits), k), np.float32)
+        kernel.top_logits(logits.detach().contiguous().numpy(), token_ids, probs)
+        return TopLogits(token_ids, probs)
+    values, indices = logits.topk(k, dim=-1)
+    softmax = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    return TopLogits(indices.to(torch.int32).cpu().numpy(), softmax.cpu().numpy())
 
 
 class PromptHarvest:
@@ -168,6 +176,16 @@ class PromptHarvest:
         self._head = model.get_output_embeddings()
         self._decoder = getattr(model, model.base_model_prefix, None)
         self._hidden: torch.Tensor | None = None
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        head_size = 1 if self._head is None else max(self._head.weight.numel(), 1)
+        self._per_token = HARVEST_SHARE * num_parameters / head_size
+
+    def worthwhile(self, new_tokens: int) -> int:
+        """Prompt positions whose logits are worth reading for so many new tokens.
+
+        On a small model the head is a fifth of all weights, and the rows it gives are worth 3 % of the forwards.
+        """
+        return min(int(self._per_token * new_tokens), HARVEST_LIMIT)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -176,7 +194,11 @@ class PromptHarvest:
             yield
             return
 
+        own = threading.get_ident()
+
         def keep(module: Any, args: Any, output: Any) -> None:
+            if threading.get_ident() != own:
+                return  # another thread's forward on the same model
             self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
 
         handle = self._decoder.register_forward_hook(keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,25 +90,39 @@ def _prompt_messages(messages: Any, where: str) -> list[Message]:
     return kept
 
 
-def render_prompt(tokenizer: Any, messages: list[Message]) -> list[int]:
+def render_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
     """Token ids of the messages under the tokenizer's chat template, up to where the answer begins.
 
-    Tool messages become the user's, since few templates know the role. A template that takes no system message, or
+    `tools` are functions or JSON schemas, as the template takes them; messages then go to it as they are. Else tool
+    messages become the user's, since few templates know the role. A template that takes no system message, or
     wants user and assistant in turn, gets the messages merged. Without a template the texts are joined.
 
     Raises ValueError if the template refuses even that, or nothing is left.
     """
-    if tokenizer.chat_template is None:
+    for position, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {position} must be a dict with a 'role', got {message!r:.80}")
+    if not messages:
+        raise ValueError("there are no messages")
+    if tools or any(message.get("tool_calls") for message in messages):
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+            )  # fmt: skip
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"the chat template refuses the messages or tools: {error}") from error
+        token_ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+    elif tokenizer.chat_template is None:
         token_ids = list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
     else:
-        known = [{**message, "role": "user"} if message["role"] == "tool" else message for message in messages]
+        known = [{**message, "role": "user" if message["role"] == "tool" else message["role"]} for message in messages]
         token_ids = list(tokenizer(_templated(tokenizer, known), add_special_tokens=False).input_ids)
     if not token_ids:
         raise ValueError("the prompt is empty: its messages give no tokens")
     return token_ids
 
 
-def _templated(tokenizer: Any, messages: list[Message]) -> str:
+def _templated(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except TemplateError:
@@ -118,7 +133,7 @@ def _templated(tokenizer: Any, messages: list[Message]) -> str:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
 
 
-def _in_turn(messages: list[Message]) -> list[Message]:
+def _in_turn(messages: list[dict[str, Any]]) -> list[Message]:
     """The same texts as user and assistant in turn: system texts lead the user's, neighbours of one role are joined."""
     merged: list[Message] = []
     for message in messages:

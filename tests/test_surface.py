@@ -247,8 +247,9 @@ def test_low_memory_of_prefill() -> None:
     """The prompt's logits never exist as one matrix: the head sees at most 128 positions at once."""
     model = tiny_llama(0)
     seen: list[int] = []
+    rd = RetroDraft(model, budget=4, strategy="goose")  # which reads the whole prompt
     handle = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[-2]))
-    RetroDraft(model, budget=4).generate(random_prompt(400), max_new_tokens=4, do_sample=False)
+    rd.generate(random_prompt(400), max_new_tokens=4, do_sample=False)
     handle.remove()
     longest = sorted(seen)[-1]
     assert longest <= 128 and sum(seen) > 400
@@ -312,3 +313,49 @@ def test_priors_fit_this_version() -> None:
     rates = RetroStrategy(10).calibration
     share = rates.hits / rates.trials
     assert share.min() > 0 and share.max() < 1
+
+
+def test_a_prompt_beyond_the_context_window() -> None:
+    """Positions that the model has never seen are no base to generate on; the prompt that just fits is."""
+    model = tiny_llama(0, max_position_embeddings=64)
+    rd = RetroDraft(model)
+    with pytest.raises(ValueError, match="65 tokens.*only 64"):
+        rd.generate(torch.ones(1, 65, dtype=torch.long), max_new_tokens=2)
+    fitting = torch.ones(1, 60, dtype=torch.long)
+    expected = model.generate(fitting, max_new_tokens=8, do_sample=False)
+    assert torch.equal(rd.generate(fitting, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_unusual_positions_are_left_to_plain_generate() -> None:
+    """Positions that do not count the tokens would be lost inside a draft tree."""
+    model = tiny_llama(0)
+    prompt = copy_prompt(30)
+    options = {"position_ids": 2 * torch.arange(30)[None], "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    with pytest.warns(UserWarning, match="positions are not those"):
+        assert torch.equal(RetroDraft(model).generate(prompt, **options), expected)
+
+
+def test_another_threads_forward_is_not_harvested() -> None:
+    """Batches in one thread, single rows in another, on one model: each reads the hidden states of its own prefill."""
+    model = tiny_llama(0)
+    rd = RetroDraft(model, budget=6)
+    prompts = [copy_prompt(40, seed) for seed in range(2)]
+    batch = torch.cat(prompts)
+    expected = [model.generate(prompt, max_new_tokens=8, do_sample=False) for prompt in [*prompts, batch]]
+    faults: list[Any] = []
+
+    def run(which: int) -> None:
+        try:
+            for _ in range(15):
+                output = rd.generate([*prompts, batch][which], max_new_tokens=8, do_sample=False)
+                assert torch.equal(output, expected[which])
+        except BaseException as fault:
+            faults.append(fault)
+
+    threads = [threading.Thread(target=run, args=(which,)) for which in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults

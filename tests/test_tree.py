@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,6 +23,14 @@ from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
 
 VOCAB = 50
+
+
+NO_CORPORA = ((np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64)),)
+
+
+def context_of(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The newest tokens as the kernels take them."""
+    return np.array([*[-1] * (c.CONTEXT - len(token_ids)), *token_ids], np.int32)
 
 
 def learned(seed: int) -> tuple[SuffixAutomaton, AdjacencyRows, np.ndarray, np.ndarray]:
@@ -82,10 +91,9 @@ def gather_compiled(
     """The kernel's answer in the same form."""
     tokens, cells = (np.empty(c.MAX_CANDIDATES, np.int32), np.empty(c.MAX_CANDIDATES, np.int32))
     sources = np.empty(c.MAX_CANDIDATES, np.uint8)
-    stores = ((automaton.states, automaton.edges, automaton.table, automaton.meta),)
     found = c.gather(
-        stores, np.zeros(1, np.int32), rows.arrays, np.array([state], np.int32), np.array([length], np.int32),
-        previous, token, tokens, cells, sources,
+        (automaton.arrays,), np.zeros(1, np.int32), NO_CORPORA, rows.arrays, np.array([state], np.int32),
+        np.array([length], np.int32), np.zeros(1, np.int32), context_of([previous, token]), tokens, cells, sources,
     )  # fmt: skip
     assert len(set(tokens[:found].tolist())) == found
     assert all(sources[:found] > 0)
@@ -145,9 +153,9 @@ def built(
     n = len(prices)
     arrays = [np.empty(n, kind) for kind in (np.int32, np.int32, np.int32, np.float32, np.uint8)]
     count = build(
-        ((automaton.states, automaton.edges, automaton.table, automaton.meta),), np.zeros(1, np.int32), rows.arrays,
-        rates, np.ones_like(rates), np.array([state], np.int32), np.array([length], np.int32),
-        text[-2], text[-1], prices, depth, chain, *arrays,
+        (automaton.arrays,), np.zeros(1, np.int32), NO_CORPORA, rows.arrays,
+        rates, np.ones_like(rates), np.array([state], np.int32), np.array([length], np.int32), np.zeros(1, np.int32),
+        context_of(text[-2:]), prices, depth, chain, *arrays,
     )  # fmt: skip
     return DraftTree(*(array[:count] for array in arrays))
 
