@@ -9,8 +9,9 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,16 +19,25 @@ from transformers.generation.utils import GenerationMixin
 
 from retrodraft.batch import Batch
 from retrodraft.budget import MAX_NODES, Budget, cached_cost_curve
-from retrodraft.capabilities import depth_limit, node_limit, probe, reason_to_delegate
+from retrodraft.cache import fresh_cache
+from retrodraft.capabilities import check_context, depth_limit, node_limit, probe, reason_to_delegate
 from retrodraft.compat import decoding_methods, streamer_of_caller
 from retrodraft.errors import UnsupportedModelError
+from retrodraft.hot_start import hot_rows
+from retrodraft.index.memory import Memory
+from retrodraft.retro import RetroStrategy
+from retrodraft.session import SessionTable
 from retrodraft.stats import DecodingStats
 from retrodraft.strategies import make_strategy
-from retrodraft.target import PromptHarvest, TargetModel, top_logits, tree_hooks
+from retrodraft.strategy import StrategyRow
+from retrodraft.target import HARVEST_LIMIT, PromptHarvest, TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
 
+if TYPE_CHECKING:
+    from retrodraft.index.corpus import CorpusIndex
+    from retrodraft.session import Session
+
 REPRODUCIBLE_NODES = 15  # draft nodes of every forward when the shape must not vary and no budget is given
-HARVESTED_PROMPT = 2048  # newest prompt tokens whose logits are read
 
 
 class RetroDraft:
@@ -40,12 +50,17 @@ class RetroDraft:
             "prompt_lookup".
         budget: draft nodes of a forward; "auto" prices them by the measured cost curve (`retrodraft.budget`).
         max_depth: longest draft in tokens; None leaves it to the strategy.
+        corpora: indexes to draft from, opened or as folders that `retrodraft index build` made.
+        max_kv_bytes: of the keys and values that all sessions keep between calls; the least recently used go first.
+        hot_start: begin with what the model says after each single token: measured at a model's first use, for up to 20
+            seconds, and kept on disk; `retrodraft profile` measures all tokens.
         reproducible: verify with one constant shape, so that in low precision the output depends as little as the
             kernels allow on what was drafted. Needless in float32.
 
     Raises:
         UnsupportedModelError: `model` is not a causal language model.
         ValueError: an argument is out of range, or the tokenizer has more tokens than the model has rows.
+        IndexFormatError: a corpus is damaged, or was built with another tokenizer.
 
     What is learned (adjacency rows, hit rates, the token rate) stays from call to call until `reset()`.
     """
@@ -59,6 +74,9 @@ class RetroDraft:
         budget: int | str = "auto",
         max_depth: int | None = None,
         reproducible: bool = False,
+        corpora: Sequence[CorpusIndex | Path | str] = (),
+        max_kv_bytes: int = 4 << 30,
+        hot_start: bool = True,
     ) -> None:
         self.model = _checked_model(model)
         self.tokenizer = tokenizer
@@ -73,13 +91,17 @@ class RetroDraft:
         if reproducible and fixed is None:
             fixed = REPRODUCIBLE_NODES
         self._min_nodes = 1 + fixed if reproducible and fixed is not None else 1
-        self.strategy = make_strategy(strategy, self.vocab_size)
+        self.strategy = make_strategy(strategy, self.vocab_size, _opened(corpora, tokenizer, self.vocab_size))
         self.capabilities = probe(model)
+        if hot_start and isinstance(self.strategy, RetroStrategy) and self.capabilities.mode == "tree":
+            self.strategy.adjacency.start_from(*hot_rows(model, tokenizer))
         self._fixed_budget = fixed
         self._budget: Budget | None = None  # the cost curve is measured when the first call needs it
         self._target = TargetModel(model)
         self._view = _drafting_view(self)
         self._lock = threading.Lock()  # the learned state is shared by threads
+        self._active = threading.local()  # .session whose call this thread is in, .stats of its last call
+        self._sessions = SessionTable(max_kv_bytes)
         self._warned: set[str] = set()
         self.stats = DecodingStats()
         self.total_stats = DecodingStats()
@@ -88,6 +110,9 @@ class RetroDraft:
         """`model.generate` with the same arguments, return value and output, in fewer target forwards.
 
         What cannot be drafted (beam search, a quantized cache, ...) runs as plain `generate`, with one warning.
+
+        Raises:
+            ValueError: as `model.generate`, and where a prompt is longer than the model's context window.
         """
         if self.tokenizer is not None and kwargs.get("tokenizer") is None:
             kwargs["tokenizer"] = self.tokenizer
@@ -107,6 +132,7 @@ class RetroDraft:
         """The decoding loop in the form of HF's `custom_generate` callables: `generate(..., custom_generate=rd)`."""
         if model is not self.model and model is not self._view:
             raise ValueError("this RetroDraft was made for another model: wrap the one that generates")
+        check_context(self.model.config.get_text_config(decoder=True), input_ids.shape[1])
         streamer = streamer if streamer is not None else streamer_of_caller()
         mode = decoding_methods().get(generation_config.get_generation_mode())
         if mode == "_sample":
@@ -121,6 +147,7 @@ class RetroDraft:
                 input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
             )
         self._warn_once(reason)
+        fresh_cache(self.model, model_kwargs)
         plain = getattr(type(self.model), mode or "_sample")
         return plain(
             self.model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
@@ -148,6 +175,32 @@ class RetroDraft:
                 self._budget.reset()
             self.total_stats = DecodingStats()
 
+    def session(self, name: str, namespace: str = "default", store: Path | str | None = None) -> Session:
+        """A named session: its calls reuse the keys and values of earlier ones and draft from all that it saw.
+
+        The same name in the same namespace gives the same session; see `retrodraft.session.Session`.
+
+        Args:
+            namespace: sessions of one namespace draft from each other's texts; namespaces share nothing.
+            store: folder that sessions are saved in; what it holds of this namespace is loaded.
+
+        Raises:
+            ValueError: there is no tokenizer, the strategy is not "retro", or a name is empty or too long.
+            IndexFormatError: the saved session is of another model or tokenizer, or damaged.
+        """
+        return self._sessions.session(self, name, namespace, store)
+
+    def _new_rows(self, batch_size: int) -> list[StrategyRow]:
+        """A strategy's state for each new sequence of this thread's call."""
+        session: Session | None = getattr(self._active, "session", None)
+        if session is not None:
+            return session.new_rows(batch_size)
+        if batch_size > 1 and isinstance(self.strategy, RetroStrategy):
+            memory = Memory()  # the rows draft from each other
+            memory.readers = batch_size
+            return [self.strategy.row(memory) for _ in range(batch_size)]
+        return [self.strategy.row() for _ in range(batch_size)]
+
     def _decode(
         self,
         input_ids: torch.Tensor,
@@ -160,8 +213,8 @@ class RetroDraft:
         """Prefill, steps until every row has finished, output."""
         self._prepare_budget()
         batch = Batch(
-            self._target, self.capabilities.mode == "snapshot", self.strategy, input_ids, logits_processor,
-            stopping_criteria, generation_config, streamer, model_kwargs,
+            self._target, self.capabilities.mode == "snapshot", self._new_rows(input_ids.shape[0]), input_ids,
+            logits_processor, stopping_criteria, generation_config, streamer, model_kwargs,
         )  # fmt: skip
         with tree_hooks(), self.model._optimize_model_for_decode():
             self._prefill(batch)
@@ -169,7 +222,7 @@ class RetroDraft:
                 self._step(batch)
         batch.stats.num_calls = 1
         with self._lock:
-            self.stats = batch.stats
+            self.stats = self._active.stats = batch.stats
             self.total_stats = self.total_stats + batch.stats
         return batch.output()
 
@@ -180,7 +233,8 @@ class RetroDraft:
         with harvest.listening() if self.strategy.top_k else contextlib.nullcontext():
             output = batch.prefill()
         for index, row in enumerate(batch.rows):
-            top = harvest.read(index, min(len(row.prompt), HARVESTED_PROMPT), self.strategy.top_k)
+            count = harvest.worthwhile(row.remaining) if isinstance(self.strategy, RetroStrategy) else HARVEST_LIMIT
+            top = harvest.read(index, min(len(row.prompt), count), self.strategy.top_k)
             root, acceptance = batch.walk_prefill(index, output)
             with self._lock:
                 row.drafts.begin(row.prompt, top)
@@ -269,6 +323,7 @@ def _drafting_view(rd: RetroDraft) -> Any:
     def leave(name: str) -> Any:
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
             rd._warn_once(f"{name.strip('_')} keeps several hypotheses or has a drafter of its own")
+            fresh_cache(rd.model, kwargs)
             return getattr(base, name)(rd.model, *args, **kwargs)
 
         return delegate
@@ -278,6 +333,22 @@ def _drafting_view(rd: RetroDraft) -> Any:
     view: Any = object.__new__(view_class)
     view.__dict__ = rd.model.__dict__
     return view
+
+
+def _opened(corpora: Sequence[CorpusIndex | Path | str], tokenizer: Any, vocab_size: int) -> list[CorpusIndex]:
+    """The corpora, each checked against the tokenizer (where there is one) and the model."""
+    if isinstance(corpora, str | Path):
+        raise ValueError(f"corpora must be a list of indexes, got {str(corpora)!r}: write corpora=[{str(corpora)!r}]")
+    if not corpora:
+        return []
+    from retrodraft.index.corpus import CorpusIndex
+    from retrodraft.index.fingerprint import tokenizer_fingerprint
+
+    opened = [corpus if isinstance(corpus, CorpusIndex) else CorpusIndex.open(corpus) for corpus in corpora]
+    for corpus in opened:
+        fingerprint = corpus.fingerprint if tokenizer is None else tokenizer_fingerprint(tokenizer)
+        corpus.check_tokenizer(fingerprint, vocab_size)
+    return opened
 
 
 def _checked_model(model: Any) -> Any:

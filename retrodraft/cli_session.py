@@ -1,0 +1,162 @@
+"""`retrodraft session`: list, show, prune and remove saved sessions."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from retrodraft.session_store import SessionRecord
+
+app = typer.Typer(
+    help="Sessions that were saved: what a conversation has taught the drafts.",
+    epilog="Exit codes: 0 done; 2 bad input, no such session, a damaged one, or a folder that can't be written.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Store = Annotated[Path | None, typer.Option("--store", help="Folder of the sessions; default in the cache folder.")]
+Name = Annotated[str, typer.Argument(help="Name of the session.")]
+Namespace = Annotated[str, typer.Option("--namespace", help="Where the session belongs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(name="list")
+def list_command(
+    store: Store = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Only of this one; default all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List saved sessions, the one that was used last first.
+
+    Example: retrodraft session list --json
+    """
+    from retrodraft.session_store import list_sessions
+
+    records = list_sessions(_root(store), namespace)
+    if as_json:
+        typer.echo(json.dumps([record.as_dict() for record in records]))
+        return
+    if not records:
+        typer.echo(f"No sessions in {_root(store)}.")
+    _print_table(records)
+
+
+@app.command()
+def show(name: Name, namespace: Namespace = "default", store: Store = None, as_json: Json = False) -> None:
+    """Show what a session holds.
+
+    Example: retrodraft session show fix-issue-17
+    """
+    from retrodraft.session_store import inspect_session
+
+    found = inspect_session(_root(store), namespace, name)
+    if found is None:
+        raise ValueError(_absent(name, namespace))
+    record, saved = found
+    arrays = {
+        key: {"dtype": str(array.dtype), "shape": list(array.shape), "bytes": array.nbytes}
+        for key, array in saved.arrays.items()
+    }
+    if as_json:
+        typer.echo(json.dumps({**record.as_dict(), "info": saved.info["info"], "arrays": arrays}))
+        return
+    typer.echo(
+        f"{record.name!r} of namespace {record.namespace!r}: {record.turns} turns, {record.bytes:,} bytes, last used "
+        f"{_when(record.last_used)}\nmodel {record.model!r}\nfolder {record.path}"
+    )
+    for key, value in saved.info["info"].items():
+        if key not in ("model_id", "turns"):
+            typer.echo(_short(f"{json.dumps(key)[1:-1]}: {json.dumps(value)}"))
+    for key, facts in arrays.items():
+        typer.echo(f"{key}: {facts['dtype']} {facts['shape']}, {facts['bytes']:,} bytes")
+
+
+@app.command()
+def prune(
+    max_size: Annotated[str | None, typer.Option(help="Of all sessions, for instance 500M or 2G.")] = None,
+    max_age_days: Annotated[float | None, typer.Option(min=0.0, help="Since a session was last used.")] = None,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Remove old sessions, then the least recently used ones until the rest fits.
+
+    Example: retrodraft session prune --max-size 2G --max-age-days 30
+    """
+    from retrodraft.session_store import prune_sessions
+
+    if max_size is None and max_age_days is None:
+        raise ValueError("say what to keep: --max-size, --max-age-days, or both")
+    with _disk_errors():
+        removed = prune_sessions(_root(store), None if max_size is None else _num_bytes(max_size), max_age_days)
+    if as_json:
+        typer.echo(json.dumps([record.as_dict() for record in removed]))
+        return
+    _print_table(removed)
+    typer.echo(f"removed {len(removed)} sessions, {sum(record.bytes for record in removed):,} bytes")
+
+
+@app.command()
+def remove(name: Name, namespace: Namespace = "default", store: Store = None, as_json: Json = False) -> None:
+    """Remove a session, also a damaged one.
+
+    Example: retrodraft session remove fix-issue-17
+    """
+    from retrodraft.session_store import remove_session
+
+    with _disk_errors():
+        if not remove_session(_root(store), namespace, name):
+            raise ValueError(_absent(name, namespace))
+    typer.echo(json.dumps({"name": name, "namespace": namespace, "removed": True}) if as_json else f"removed {name!r}")
+
+
+def _root(store: Path | None) -> Path:
+    from retrodraft.session_store import sessions_folder
+
+    root = store.expanduser() if store is not None else sessions_folder()
+    if store is not None and not root.is_dir():
+        raise ValueError(f"{str(root)!r} is not a folder of sessions")
+    return root
+
+
+def _absent(name: str, namespace: str) -> str:
+    return f"there is no session {name!r} in namespace {namespace!r}; `retrodraft session list` shows all"
+
+
+def _print_table(records: list[SessionRecord]) -> None:
+    """`!r` keeps names with control characters on one line."""
+    for record in records:
+        label = f"{record.name!r} of {record.namespace!r}" if record.name else record.path.name
+        end = f"damaged: {_short(record.problem)}" if record.problem else repr(record.model)
+        typer.echo(f"{_when(record.last_used)} {record.bytes:>15,} bytes {record.turns:>6} turns  {label}  {end}")
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
+def _num_bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)i?B?", size.strip(), re.IGNORECASE)
+    if not match:
+        raise ValueError(f"max-size must be a size, for instance 500M or 2G; got {size!r}")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """A read-only folder is one line, not a traceback."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{error.filename or 'the sessions'}: {error.strerror or error}") from error

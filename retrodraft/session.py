@@ -1,0 +1,412 @@
+"""Sessions: calls that remember. Keys and values of a common prefix are kept; drafts come from all that was seen.
+
+A coding agent calls the model with a history that grows, and most of what it emits repeats files, tool output and
+earlier turns. A session keeps the longest common prefix of its cache and the new prompt (the rest is rolled back, also
+when the client has edited or cut the history), so a turn feeds its new tokens alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from retrodraft.cache import DraftCache, cached_length
+from retrodraft.compat import CACHE_ARG, CACHE_ARGS
+from retrodraft.index.fingerprint import tokenizer_fingerprint
+from retrodraft.models import model_id
+from retrodraft.namespace import Namespace, Origin, joined_texts, load_saved
+from retrodraft.retro import RetroStrategy
+from retrodraft.session_store import MAX_NAME, SessionRecord, save_session
+from retrodraft.stats import DecodingStats
+from retrodraft.strategy import StrategyRow
+from retrodraft.tree import Int32
+from retrodraft.workloads import render_prompt
+
+if TYPE_CHECKING:
+    from retrodraft.decoder import RetroDraft
+
+OVERLAP = 32  # tokens of a new text's context that are remembered with it
+MAX_SAVED_TOKENS = 1 << 20  # newest tokens of a session that are saved
+
+# Arguments of `generate` that leave keys and values alone. Others may reach the model's forward (position_ids, images,
+# an adapter's name), so that what it makes of a prefix in one call is not what it would make of it in another.
+_HARMLESS = {
+    "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
+    "prefix_allowed_tokens_fn", "synced_gpus", "streamer", "tokenizer", "use_model_defaults",
+    *GenerationConfig().to_dict(),
+}  # fmt: skip
+
+
+class Session:
+    """One agent's trajectory on one model; made by `RetroDraft.session`. Calls from several threads take turns.
+
+    with rd.session("fix-issue-17", store="sessions") as session:
+        session.add_file("src/app.py")
+        output = session.generate(messages, max_new_tokens=512)
+
+    Leaving the `with` block saves the session, if it has a store.
+    """
+
+    def __init__(self, rd: RetroDraft, table: SessionTable, namespace: Namespace, name: str, store: Path | str | None):
+        if rd.tokenizer is None:
+            raise ValueError("a session needs the tokenizer: RetroDraft(model, tokenizer)")
+        if not isinstance(rd.strategy, RetroStrategy):
+            raise ValueError("sessions draft with strategy='retro'")
+        self.name, self.namespace, self.store = name, namespace, store
+        self.turns = 0
+        self.stats = DecodingStats()  # of the last call
+        self.total_stats = DecodingStats()
+        self.token_ids: Int32 = np.empty(0, np.int32)  # prompt and output of the last call; of its last row
+        self.closed = False
+        self._rd, self._table, self._strategy = rd, table, rd.strategy
+        self._origin = table.origin(rd)
+        self._texts: list[Int32] = []  # what this session gave to the namespace's memory, to be saved
+        self._num_saved = 0  # tokens of these
+        self._num_rows = 0  # sequences of the call that is running
+        self._cache: DraftCache | None = None
+        self._cached: Int32 = np.empty(0, np.int32)  # the tokens whose keys and values the cache holds
+        self._prediction: Int32 | None = None
+        self._lock = threading.RLock()
+        if store is not None:
+            self._load(store)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens of the last call whose keys and values were there already."""
+        return self.stats.num_cached_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values that are kept for the next call."""
+        return 0 if self._cache is None else self._cache.nbytes
+
+    def generate(self, messages: Sequence[dict[str, Any]] | None = None, *, tools: Any = None, **kwargs: Any) -> Any:
+        """`model.generate`, on this session.
+
+        Args:
+            messages: a chat, to which the tokenizer's template is applied; without it, `input_ids` and the like are
+                passed as to `model.generate`.
+            tools: as the chat template takes them.
+            kwargs: of `model.generate`.
+
+        Returns what `model.generate` returns, but for the cache, which the session keeps to itself. Raises ValueError
+        if neither messages nor `input_ids` are given, and what `model.generate` raises.
+        """
+        input_ids = kwargs.get("input_ids")
+        if (messages is None) == (input_ids is None):
+            raise ValueError("pass either messages (a list of dicts) or input_ids (as the tokenizer returns them)")
+        if any(kwargs.get(name) is not None for name in CACHE_ARGS):
+            raise ValueError("a session keeps the cache itself: leave it out, or call RetroDraft.generate")
+        if messages is not None:
+            try:
+                token_ids = render_prompt(self._rd.tokenizer, list(messages), tools)
+            except TypeError as error:  # half a surrogate pair, or a content that the template takes for text
+                raise ValueError(f"the messages hold something that is no text: {error}") from error
+            kwargs["input_ids"] = torch.tensor([token_ids], device=self._rd.model.device)
+            kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
+        elif not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
+            raise ValueError("input_ids must be a tensor [batch_size, length], as the tokenizer returns it")
+        with self._lock:
+            if self.closed:
+                raise ValueError(f"session {self.name!r} is closed: RetroDraft.session gives a new one")
+            self.namespace.refresh_files(self._tokenize, self._rd._lock)
+            cache = self._reusable(kwargs)
+            if cache is not None:
+                kwargs[CACHE_ARG] = cache
+                self._cache = None  # whatever stops the call, half-written states are not kept
+            output = self._decode(kwargs)
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            self._remember(sequences.cpu().to(torch.int32).numpy(), kwargs.get("attention_mask"), cache)
+            if isinstance(output, torch.Tensor) or not isinstance(output.get(CACHE_ARG), DraftCache):
+                return output
+            return type(output)(**{name: value for name, value in output.items() if name != CACHE_ARG})
+
+    def add_file(self, path: Path | str, text: str | None = None) -> None:
+        """Draft from a file, in the forms that an agent writes it; `text` in place of what is on disk.
+
+        A file on disk is read again when it changes. Raises ValueError if it can't be read, is binary or too long.
+        """
+        self.namespace.workspace.add(str(path), text)
+
+    def add_folder(self, path: Path | str) -> None:
+        """`add_file` for every text file below a folder, as its .gitignore allows."""
+        self.namespace.workspace.add_folder(path)
+
+    def remove_file(self, path: Path | str) -> None:
+        """Stop drafting from a file."""
+        self.namespace.workspace.remove(str(path))
+
+    def observe(self, text: str) -> None:
+        """Draft from a text from now on, for instance a tool's output that will enter the prompt."""
+        with self._lock:
+            self._add_text(np.array(self._tokenize(text), np.int32))
+
+    def predict(self, text: str) -> None:
+        """Draft the next call from an expected output (OpenAI's predicted outputs); the answer may differ anywhere."""
+        with self._lock:
+            self._prediction = np.array(self._tokenize(text), np.int32) if text else None
+
+    def save(self) -> SessionRecord:
+        """Write the session to its store, atomically; keys, values and files stay out. Raises ValueError without one.
+
+        Raises IndexFormatError if the store holds this session of another model or tokenizer.
+        """
+        if self.store is None:
+            raise ValueError("this session has no store: rd.session(name, store=folder)")
+        with self._lock:
+            calibration = self.namespace.calibration
+            with self._rd._lock:
+                counts = {"hits": calibration.hits.copy(), "trials": calibration.trials.copy()}
+            arrays = {"texts": joined_texts(self._texts), "token_ids": self.token_ids, **counts}
+            info = {
+                "model_id": self._origin.model_id, "tokenizer_fingerprint": self._origin.fingerprint,
+                "turns": self.turns,
+            }  # fmt: skip
+            record = save_session(self.store, self.namespace.name, self.name, arrays, info)
+            self.namespace.saved(self.store, self.name)
+            return record
+
+    def release(self) -> None:
+        """Drop the kept keys and values; the next call feeds its whole prompt. Nothing while a call is running."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._cache, self._cached = None, np.empty(0, np.int32)
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Save, if there is a store, and leave: the texts stay in the namespace, keys and values go."""
+        with self._lock:
+            if self.closed:
+                return
+            try:
+                if self.store is not None:
+                    self.save()
+            finally:
+                self.closed = True
+                self._table.forget(self)
+                self.release()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self.close()
+        except (OSError, ValueError) as failure:
+            if error is None:
+                raise
+            warnings.warn(f"session {self.name!r} could not be saved: {failure}", stacklevel=2)  # not in error's place
+
+    def new_rows(self, batch_size: int) -> list[StrategyRow]:
+        """Drafting state for the sequences of a call; the decoder asks for it."""
+        space = self.namespace
+        with self._rd._lock:
+            space.memory.readers += batch_size
+            self._num_rows += batch_size
+        return [self._strategy.row(space.memory, space.calibration, self._prediction) for _ in range(batch_size)]
+
+    def attach(self, store: Path | str) -> None:
+        """Give a session that has no store one, and the texts that were saved there. Raises ValueError if it has."""
+        if self.store is None:
+            with self._lock:
+                self._load(store)
+                self.store = store
+        elif Path(self.store).expanduser().resolve() != Path(store).expanduser().resolve():
+            raise ValueError(f"session {self.name!r} is open already, with the store {str(self.store)!r}")
+
+    def _decode(self, kwargs: dict[str, Any]) -> Any:
+        """`RetroDraft.generate` on this session's stores."""
+        active = self._rd._active
+        before = getattr(active, "session", None)  # a stopping criterion may have asked another session
+        active.session, active.stats = self, DecodingStats()
+        try:
+            output = self._rd.generate(**kwargs)
+            self.stats = active.stats
+            return output
+        finally:
+            with self._rd._lock:
+                self.namespace.memory.readers -= self._num_rows
+                self._num_rows = 0
+            active.session = before
+            self._prediction = None
+
+    def _reusable(self, kwargs: dict[str, Any]) -> DraftCache | None:
+        """The cache, rolled back to what it shares with a prompt of one row; an empty one where nothing is shared.
+
+        None for a call whose keys and values can't be kept, or differ from those that other calls make.
+        """
+        input_ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+        configs = [kwargs.get("generation_config"), self._rd.model.generation_config]
+
+        def setting(name: str) -> Any:
+            found = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+            return next((value for value in found if value is not None), None)
+
+        if self._rd.capabilities.mode not in ("tree", "chain"):
+            return None
+        if input_ids.shape[0] * (setting("num_return_sequences") or 1) != 1:
+            return None
+        if any(value is not None and name not in _HARMLESS for name, value in kwargs.items()):
+            return None
+        if setting("use_cache") is False or setting("cache_implementation") is not None:
+            return None
+        if mask is None:
+            pad = setting("pad_token_id")  # generate takes these for padding
+            if pad is not None and bool((input_ids == pad).any()):
+                return None
+        elif mask.shape != input_ids.shape or not bool(mask.all()):
+            return None
+        text_config = self._rd.model.config.get_text_config(decoder=True)
+        if input_ids.shape[1] >= rotary_switch(text_config):
+            return None
+        prompt = input_ids[0].cpu().to(torch.int32).numpy()
+        kept = min(common_prefix(self._cached, prompt), len(prompt) - 1)  # the last token is fed, for its logits
+        if self._cache is not None and kept > 0 and self._cache.rollback(kept):
+            return self._cache
+        return DraftCache(DynamicCache(config=text_config), 1)
+
+    def _remember(self, sequences: Int32, mask: torch.Tensor | None, cache: DraftCache | None) -> None:
+        """Take what a call brought: keys and values, the texts (each but what was known of it), the counts."""
+        for index, row in enumerate(sequences):
+            if len(sequences) > 1:
+                row = _unpadded(row, None if mask is None else mask[index * len(mask) // len(sequences)])
+            known = common_prefix(self.token_ids, row)
+            self._add_text(row[max(known - OVERLAP, 0) :])
+            self.token_ids = row.copy()
+        if cache is not None and cached_length(cache):
+            held = cache.lengths[0]
+            text_config = self._rd.model.config.get_text_config(decoder=True)
+            # One less than the text where we decoded; else nothing was fed into it, and it still holds the prefix.
+            if held < min(len(self.token_ids), rotary_switch(text_config)):
+                self._cache, self._cached = cache, self.token_ids[:held]
+        self.total_stats = self.total_stats + self.stats
+        self.turns += 1
+        self._table.used(self)
+
+    def _add_text(self, token_ids: Int32) -> None:
+        """Give a text to the namespace's memory, and keep a copy to be saved."""
+        if not len(token_ids):
+            return
+        with self._rd._lock:
+            self.namespace.memory.add_text(token_ids)
+        self._texts.append(token_ids[-MAX_SAVED_TOKENS:].copy())
+        self._num_saved += len(self._texts[-1])
+        while self._num_saved > MAX_SAVED_TOKENS:
+            self._num_saved -= len(self._texts.pop(0))
+
+    def _tokenize(self, text: str) -> list[int]:
+        try:
+            return list(self._rd.tokenizer(text, add_special_tokens=False).input_ids)
+        except TypeError as error:  # the tokenizer's own words for half a surrogate pair
+            raise ValueError(f"this is no text that can be tokenised: {text!r:.80}") from error
+
+    def _load(self, store: Path | str) -> None:
+        """Take what was saved, by this session and by others of the namespace."""
+        saved = load_saved(store, self.namespace.name, self.name, self._origin)
+        self.namespace.load(store, self.name, self._origin, self._rd._lock)
+        if saved is not None:
+            self._texts = saved.texts + self._texts
+            if not self.turns:
+                self.token_ids = saved.token_ids
+            self.turns += saved.turns
+            self._num_saved = sum(map(len, self._texts))
+
+
+class SessionTable:
+    """The sessions of one `RetroDraft`, and the byte budget of their keys and values."""
+
+    def __init__(self, max_kv_bytes: int) -> None:
+        if max_kv_bytes < 0:
+            raise ValueError(f"max_kv_bytes must not be negative, got {max_kv_bytes}")
+        self._max_kv_bytes = max_kv_bytes
+        self._origin: Origin | None = None
+        self._lock = threading.Lock()
+        self._namespaces: dict[str, Namespace] = {}
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # least recently used first
+
+    def session(self, rd: RetroDraft, name: str, namespace: str, store: Path | str | None) -> Session:
+        """The session of this name, made if there is none."""
+        for what, text in (("session", name), ("namespace", namespace)):
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME:
+                raise ValueError(f"a {what}'s name has 1 to {MAX_NAME} characters, got {text!r}"[:300])
+        with self._lock:
+            session = self._sessions.get((namespace, name))
+            if session is None:
+                space = self._namespaces.get(namespace) or Namespace(namespace)
+                session = Session(rd, self, space, name, store)
+                self._namespaces[namespace] = space
+                self._sessions[namespace, name] = session
+                return session
+        if store is not None:
+            session.attach(store)
+        return session
+
+    def origin(self, rd: RetroDraft) -> Origin:
+        """What saved sessions have to fit; computed once, since a large vocabulary takes a while."""
+        if self._origin is None:
+            self._origin = Origin(model_id(rd.model), tokenizer_fingerprint(rd.tokenizer), rd.vocab_size)
+        return self._origin
+
+    def used(self, session: Session) -> None:
+        """Note that a session's call ended; keys and values beyond the budget are dropped, oldest sessions first."""
+        with self._lock:
+            if not session.closed:
+                self._sessions.move_to_end((session.namespace.name, session.name))
+            sessions = list(self._sessions.values())
+        total = sum(each.kv_bytes for each in sessions)
+        for each in sessions:
+            if total <= self._max_kv_bytes:
+                break
+            total -= each.kv_bytes
+            each.release()
+
+    def forget(self, session: Session) -> None:
+        """Take a closed session out; its texts stay in the namespace."""
+        with self._lock:
+            self._sessions.pop((session.namespace.name, session.name), None)
+
+
+def common_prefix(first: Int32, second: Int32) -> int:
+    """Number of leading tokens that two texts share."""
+    size = min(len(first), len(second))
+    differing = np.flatnonzero(first[:size] != second[:size])
+    return int(differing[0]) if len(differing) else size
+
+
+def rotary_switch(config: Any) -> int:
+    """Length of a text from which on a model turns its keys by other frequencies than in shorter texts, all of them.
+
+    Dynamic and long RoPE: what was cached below no longer serves. 2**30 for the many models that do not.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    limits = [1 << 30]
+    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # or one for each layer type
+        if each.get("rope_type", each.get("type")) in ("dynamic", "longrope"):
+            limits += [
+                length
+                for length in (
+                    each.get("original_max_position_embeddings"),
+                    getattr(config, "original_max_position_embeddings", None),
+                    getattr(config, "max_position_embeddings", None),
+                )
+                if isinstance(length, int)
+            ][:1]
+    return min(limits)
+
+
+def _unpadded(row: Int32, mask: torch.Tensor | None) -> Int32:
+    """A row of several without its padding: that before the prompt, and what the rows are filled up with at the end."""
+    start = 0 if mask is None or mask.dim() != 1 else int((mask == 0).sum())
+    end = len(row)
+    while end - start > 1 and row[end - 1] == row[end - 2]:
+        end -= 1
+    return row[start:end]
