@@ -13,7 +13,8 @@ def require_matplotlib() -> None:
         raise ValueError("figures need matplotlib: pip install 'retrodraft[plots]'")
 
 
-def _axes(width: float, height: float) -> tuple[Any, Any]:
+def axes_of_size(width: float, height: float) -> tuple[Any, Any]:
+    """An empty figure of so many inches, and its axes."""
     require_matplotlib()
     from matplotlib.figure import Figure  # not pyplot, which would choose a display and keep every figure
 
@@ -23,7 +24,7 @@ def _axes(width: float, height: float) -> tuple[Any, Any]:
 
 def plot_cost_curve(curve: Any, path: Path) -> None:
     """Latency of a verify forward by its number of tokens, a line for each context length; writes a PNG."""
-    figure, axes = _axes(6.4, 4.0)
+    figure, axes = axes_of_size(6.4, 4.0)
     for length, seconds in zip(curve.context_lengths, curve.seconds, strict=True):
         axes.plot(curve.tree_sizes, [1e3 * value for value in seconds], marker="o", label=f"{length} tokens of context")
     axes.set_xlabel("tokens in the forward (root and draft nodes)")
@@ -38,7 +39,7 @@ def plot_speedups(results: dict[str, Any], path: Path) -> None:
     """Median speedup over plain by category and system, with its interval; writes a PNG."""
     systems = [name for name in results["systems"] if name != "plain"]
     categories = ["overall", *results["systems"][systems[0]]["categories"]]
-    figure, axes = _axes(max(6.4, 0.32 * len(systems) * len(categories)), 4.2)
+    figure, axes = axes_of_size(max(6.4, 0.32 * len(systems) * len(categories)), 4.2)
     width = 0.8 / len(systems)
     for index, name in enumerate(systems):
         record = results["systems"][name]

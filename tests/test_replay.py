@@ -1,0 +1,461 @@
+"""Replay of logs: reading them, rendering them, the walk, what each system may see, costs, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from retrodraft.budget import Budget, CostCurve
+from retrodraft.cli_replay import replay
+from retrodraft.models import load_tokenizer
+from retrodraft.replay import ABLATIONS, BASELINES, SYSTEMS, System, Tally, accepted_path, replay_logs
+from retrodraft.replay_costs import EXAMPLE_CURVE, Costs, load_curve, shipped_curves
+from retrodraft.replay_logs import log_files, read_log
+from retrodraft.replay_tokens import Renderer, Turn
+from retrodraft.tree import DraftTree
+
+FLAT = CostCurve([256], [1, 64], [[1e6, 1e6]])  # forwards of a million seconds, next to which drafting is nothing
+WORDS = random.Random(0).sample([f"{a}{b}{c}" for a in "bdfgk" for b in "aeiou" for c in "lmnrst"], 140)
+
+
+def said(role: str, content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n", encoding="utf-8")
+    return path
+
+
+def sentence(seed: int, words: int = 12) -> str:
+    return " ".join(random.Random(seed).sample(WORDS, words))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """The embedded model's."""
+    return load_tokenizer()
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object"),
+        ('{"id": 1}', "needs 'messages', or a 'request'"),
+        ('{"question_id": 1, "turns": ["x"]}', "needs 'messages', or a 'request'"),
+        ('{"messages": []}', "must be a list of messages"),
+        ('{"messages": [{"content": "x"}]}', "message 0 needs a 'role'"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "'content' must be text"),
+        (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', "half of a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": 1}]}]}', "a function with a 'name'"),
+        (
+            r'{"messages": [{"role": "a", "tool_calls": [{"name": "f", "arguments": {"x": "\ud83d"}}]}]}',
+            "a tool call holds",
+        ),
+        ('{"request": {"messages": [{"role": "user", "content": "x"}]}}', "and a 'response' with 'choices'"),
+        ('{"request": {"messages": [{"role": "user", "content": "x"}]}, "response": {}}', "or hold 'choices'"),
+        ('{"request": {"prompt": 3}, "response": "x"}', "'prompt' must be a text"),
+        ('{"prompt": "x", "response": {"choices": ["y"]}}', "or hold 'choices'"),
+    ],
+)
+def test_broken_lines_are_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "x"}]}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"log.jsonl line 3: .*{message}"):
+        read_log(path)
+
+
+def test_files_and_folders(tmp_path: Path) -> None:
+    """Folders in name order, names told apart, nothing twice; what is missing is named."""
+    for name in ("b/one.jsonl", "a/one.jsonl", "a/two.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, {"messages": [said("user", "x"), said("assistant", "y")]})
+    (tmp_path / "a" / "notes.txt").write_text("x")
+    found = log_files([tmp_path, tmp_path / "b" / "one.jsonl"])
+    assert list(found) == [str(tmp_path / "a" / "one.jsonl"), "two", str(tmp_path / "b" / "one.jsonl")]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no .jsonl files"):
+        log_files([tmp_path / "empty"])
+    with pytest.raises(ValueError, match="there is no log .*absent"):
+        log_files([tmp_path / "absent"])
+    prompts = write(tmp_path / "prompts.jsonl", {"messages": [said("user", "x")]})
+    with pytest.raises(ValueError, match="holds no answers"):
+        read_log(prompts)
+    prompts.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_log(prompts)
+
+
+def test_messages_become_requests(tmp_path: Path) -> None:
+    """Each assistant message that says something after a prompt is one; the task is what the record names."""
+    messages = [
+        said("assistant", "before any prompt"), said("user", "hi"), said("assistant", "one"), said("assistant", None),
+        said("user", [{"type": "text", "text": "go "}, {"type": "image_url"}, {"type": "text", "text": "on"}]),
+        said("assistant", "two"),
+    ]  # fmt: skip
+    path = tmp_path / "log.jsonl"
+    write(path, {"id": 7, "category": "c", "messages": messages, "meta": {"task_id": 3}}, {"messages": messages[1:3]})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    first, second = read_log(path)
+    assert (first.id, first.category, first.task, second.task) == ("7", "c", "3", "hi")
+    assert [request.answer["content"] for request in first.requests] == ["one", "two"]
+    assert len(first.requests[1].messages) == 5 and first.requests[1].messages[-1]["content"] == "go on"
+
+
+def test_request_and_response_lines(tmp_path: Path) -> None:
+    """OpenAI's and plain pairs; a request that repeats an earlier one with its answer continues the trajectory."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    asked = [said("system", "s"), said("user", "hi")]
+    further = [
+        *asked,
+        said("assistant", None, tool_calls=[call], refusal=None),
+        said("tool", "seen", tool_call_id="c1"),
+    ]
+    path = write(
+        tmp_path / "log.jsonl",
+        {
+            "request": {"messages": asked},
+            "response": {"choices": [{"message": said("assistant", "", tool_calls=[call])}]},
+        },
+        {"request": {"messages": [said("user", "other")]}, "response": "something"},
+        {
+            "request": {"body": {"messages": further}},
+            "response": {"body": {"choices": [{"message": {"content": "A"}}]}},
+        },
+        {"prompt": "complete", "completion": "this"},
+        {"messages": further, "choices": [{"text": "B"}, {"text": ""}]},
+    )
+    logs = read_log(path)
+    answers = [[request.answer["content"] for request in item.requests] for item in logs]
+    assert answers == [["", "A", "B"], ["something"], ["this"]]
+    assert logs[0].requests[0].answer["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": 1}}
+
+
+def test_prompts_are_the_template_s(tmp_path: Path, tokenizer: Any) -> None:
+    """Prompts grow in place and are what the template gives; answers end their turn; tools speak as users."""
+    messages = [said("system", "Be brief."), said("user", "hi  there"), said("assistant", "one\n"), said("tool", "{}")]
+    call = {"function": {"name": "look", "arguments": {"at": "é"}}}
+    messages += [said("assistant", "I look.", tool_calls=[call]), said("user", "so?"), said("assistant", "fine")]
+    (item,) = read_log(write(tmp_path / "log.jsonl", {"messages": messages}))
+    turns = Renderer(tokenizer).turns(item)
+    said_text = [tokenizer.decode(turn.answer) for turn in turns]
+    look = 'I look.\n{"name": "look", "arguments": {"at": "é"}}'
+    assert said_text == ["one\n<|im_end|>", look + "<|im_end|>", "fine<|im_end|>"]
+    plain = [*messages[:3], said("user", "{}"), said("assistant", look), said("user", "so?")]
+    expected = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(turns[-1].prompt) == expected
+    assert all(np.shares_memory(turn.prompt, turns[-1].prompt) for turn in turns)  # not a copy for each turn
+
+
+def test_templates_of_other_tastes(tmp_path: Path, tokenizer: Any, tiny_folder: Path) -> None:
+    """One that takes tools, one that alters earlier answers, one that wants roles in turn, and none."""
+    call = {"type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    record = {
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+        "messages": [said("user", "hi"), said("assistant", None, tool_calls=[call]), said("tool", " seen "),
+                     said("assistant", "done "), said("user", "thanks"), said("assistant", "ok")],
+    }  # fmt: skip
+    (item,) = read_log(write(tmp_path / "log.jsonl", record))
+    other = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    other.chat_template = (
+        "{% if tools %}{{ tools[0].function.name }}|{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}:"
+        "{% if m.tool_calls %}CALL {{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments.at }}"
+        "{% else %}{{ m.content | trim }}{% endif %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    turns = Renderer(other).turns(item)
+    assert [other.decode(turn.answer) for turn in turns] == ["CALL look 1<|im_end|>", "done <|im_end|>", "ok<|im_end|>"]
+    assert other.decode(turns[-1].prompt) == (
+        "look|<|im_start|>user:hi<|im_end|><|im_start|>assistant:CALL look 1<|im_end|><|im_start|>tool:seen<|im_end|>"
+        "<|im_start|>assistant:done<|im_end|><|im_start|>user:thanks<|im_end|><|im_start|>assistant:"
+    )
+    other.chat_template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn!') }}"
+        "{% endif %}[{{ m.content }}]{% endfor %}"
+    )
+    (system,) = read_log(
+        write(tmp_path / "log.jsonl", {"messages": [said("system", "S"), said("user", "U"), said("assistant", "A")]})
+    )
+    assert other.decode(Renderer(other).turns(system)[0].prompt) == "[S\n\nU]"
+    other.chat_template = "{{ raise_exception('never') }}"
+    with pytest.raises(ValueError, match="log.jsonl line 1: .*refuses"):
+        Renderer(other).turns(system)
+    bare = AutoTokenizer.from_pretrained(tiny_folder)
+    turns = Renderer(bare).turns(item)
+    assert bare.decode(turns[1].prompt) == 'hi\n\n{"name": "look", "arguments": {"at": 1}}\n\n seen \n\n'
+    assert bare.decode(turns[1].answer) == "done "
+
+
+def test_logged_logits_find_their_tokens(tmp_path: Path, tokenizer: Any) -> None:
+    """Top tokens go to the positions that begin where they did; what is not one token here is left out."""
+    content = "the ünïcode cat"
+    ids = tokenizer(content, add_special_tokens=False).input_ids
+    entries = []
+    for token in ids:
+        raw = tokenizer.backend_tokenizer.decoder.decode([tokenizer.convert_ids_to_tokens(token)])
+        top = [{"token": " dog", "logprob": math.log(0.3)}, {"token": raw, "logprob": math.log(0.6)}]
+        top.append({"token": "no single token, surely", "logprob": math.log(0.7)})
+        entries.append({"token": raw, "top_logprobs": top})
+    entries[1:-1] = [
+        {"token": " ünïcode", "bytes": list(" ünïcode".encode()), "top_logprobs": entries[1]["top_logprobs"]}
+    ]
+    choice = {"message": said("assistant", content), "logprobs": {"content": entries}}
+    record = {"request": {"messages": [said("user", "x")]}, "response": {"choices": [choice]}}
+    (item,) = read_log(write(tmp_path / "log.jsonl", record))
+    (turn,) = Renderer(tokenizer).turns(item)
+    assert turn.top is not None and len(turn.top) == len(turn.answer) == len(ids) + 1
+    known = np.flatnonzero(turn.top.token_ids[:, 0] >= 0).tolist()
+    assert known == [0, 1, len(ids) - 1]
+    dog = tokenizer(" dog", add_special_tokens=False).input_ids
+    assert turn.top.token_ids[-2, :3].tolist() == [ids[-1], *dog, -1]
+    assert turn.top.probs[-2, :2].tolist() == pytest.approx([0.6, 0.3])
+    entries[0]["token"] = "another text"
+    (item,) = read_log(write(tmp_path / "log.jsonl", record))
+    assert Renderer(tokenizer).turns(item)[0].top is None
+
+
+def random_tree(rng: random.Random, size: int) -> DraftTree:
+    """Of three tokens; siblings differ."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for _ in range(size):
+        parent, token = rng.randrange(len(tokens) + 1), rng.randrange(3)
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            parents.append(parent)
+            tokens.append(token)
+    return DraftTree.from_nodes(0, tokens, parents)
+
+
+def test_the_walk_takes_what_the_text_says() -> None:
+    """The visited nodes spell the answer, stop before its last token, and no child would have gone on."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        tree = random_tree(rng, rng.randrange(1, 20))
+        answer = [int(tree.token_ids[0]), *(rng.randrange(3) for _ in range(rng.randrange(1, 8)))]
+        path = accepted_path(tree, answer, 1)
+        assert path[0] == 0 and tree.token_ids[path].tolist() == answer[: len(path)]
+        assert [int(tree.parents[node]) for node in path[1:]] == path[:-1]
+        assert len(path) <= len(answer) - 1
+        assert len(path) == len(answer) - 1 or tree.child(path[-1], answer[len(path)]) < 0
+
+
+def played(name: str, *trajectories: list[tuple[list[int], list[int]]], nodes: int = 8) -> list[list[Tally]]:
+    system = System(name, 200, Costs(FLAT, nodes), Budget(nodes, None), nodes, 1 << 20)
+    return [
+        system.play([Turn(np.array(prompt, np.int32), np.array(answer, np.int32)) for prompt, answer in turns])
+        for turns in trajectories
+    ]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_token_is_accounted_for(name: str) -> None:
+    """Each forward emits the accepted nodes and one token more, on random text and on repeats."""
+    rng = random.Random(1)
+    turns = []
+    text: list[int] = [1]
+    for _ in range(6):
+        prompt = text + [rng.randrange(6) for _ in range(20)]
+        answer = [rng.randrange(6) for _ in range(rng.randrange(1, 40))]
+        turns.append((prompt, answer))
+        text = prompt + answer
+    for tally, (_, answer) in zip(played(name, turns)[0], turns, strict=True):
+        assert tally.num_tokens == len(answer) == tally.num_forwards + tally.num_accepted_tokens
+        assert tally.num_forwards <= len(answer) and len(tally.draft_us) == tally.num_forwards - 1
+        assert tally.num_draft_tokens <= 8 * tally.num_drafts
+        assert all(tally.accepted[name] <= count for name, count in tally.proposed.items())
+
+
+def test_prompt_lookup_by_hand() -> None:
+    """A copy of 30 tokens: one for the prompt's forward, one without a match, then chains of ten and one more."""
+    copied = list(range(100, 130))
+    ((tally,),) = played("prompt_lookup", [(copied + [1, 2], copied)], nodes=32)
+    # 100 | 101..111 | 112..122 | 123..129: after 100 alone a window of one token matches
+    assert (tally.num_forwards, tally.num_drafts, tally.num_accepted_tokens) == (4, 3, 26)
+    ((short,),) = played("prompt_lookup", [(copied + [1, 2], copied)], nodes=4)
+    assert short.num_draft_tokens == 4 * short.num_drafts
+
+
+def test_what_each_session_sees() -> None:
+    """Answers and tool outputs of this trajectory and of earlier ones, as the name says, and nothing of later ones."""
+    a, b, c, d = (list(range(start, start + 30)) for start in (40, 80, 120, 160))
+    first = [([1, 2] + a, b), ([3], c)]  # sees a and says b; then says c, after a history that was cut
+    second = [([4, 5], a), ([6], b), ([7], c), ([8], d), ([9], d)]
+
+    def forwards(name: str) -> list[int]:
+        return [tally.num_forwards for tally in played(name, first, second, nodes=40)[1]]
+
+    cold = forwards("request")
+    assert min(cold) >= 28  # nothing in the prompts helps
+    warm, outputs, own, others = (forwards(name) for name in ("session", *ABLATIONS))
+    assert max(warm[0], warm[1], warm[2], warm[4]) <= 8 and warm[3] >= 28
+    assert outputs[0] >= 28 and max(outputs[1], outputs[2], outputs[4]) <= 8
+    assert min(own[:4]) >= 28 and own[4] <= 8
+    assert max(others[:3]) <= 8 and min(others[3:]) >= 28
+    assert forwards("suffix")[0] >= 28 and forwards("suffix")[1] <= 8  # its global tree holds answers alone
+
+
+def test_recycling_needs_logits(tmp_path: Path, tokenizer: Any) -> None:
+    """Without logits it is plain decoding; with them it drafts, and so does retro's row of adjacency."""
+    content = " ".join(sentence(i, 3) for i in range(8))
+    ids = tokenizer(content, add_special_tokens=False).input_ids
+    pieces = [tokenizer.decode([token]) for token in ids]
+    entries = [{"token": piece, "top_logprobs": [{"token": piece, "logprob": -0.1}]} for piece in pieces]
+    for logged in (False, True):
+        choice = {"message": said("assistant", content), "logprobs": {"content": entries} if logged else None}
+        records = [
+            {"request": {"messages": [said("user", f"q{i}")]}, "response": {"choices": [choice]}} for i in range(2)
+        ]
+        write(tmp_path / "log.jsonl", *records)
+        names = ["token_recycling", "request"]
+        file = replay_logs([tmp_path / "log.jsonl"], tokenizer, names, 32, FLAT)["files"]["log"]
+        assert file["num_requests_with_logits"] == 2 * logged
+        recycling, request = (file["systems"][name] for name in names)
+        rate = recycling["tokens_per_forward"]
+        assert rate > 1.3 if logged else rate == 1.0
+        assert (request["proposers"].get("token_recycling", {"accepted": 0})["accepted"] > 10) is logged
+
+
+def test_costs_follow_the_curve() -> None:
+    """Interpolated over nodes and context, continued straight beyond the last size; the forecast is their sum."""
+    curve = CostCurve([256, 1280], [1, 3, 5], [[1.0, 2.0, 4.0], [3.0, 3.0, 3.0]])
+    costs = Costs(curve, 8)
+    assert costs.seconds(256)[:9].tolist() == pytest.approx([1, 1.5, 2, 3, 4, 5, 6, 7, 8])
+    assert costs.seconds(1280)[0] == pytest.approx(3.0)
+    copied = list(range(100, 130))
+    turns = [Turn(np.array(copied + [1, 2], np.int32), np.array(copied, np.int32))]
+    linear = CostCurve([256], [1, 64], [[1e6, 64e6]])
+    (tally,) = System("prompt_lookup", 200, Costs(linear, 8), Budget(8, None), 8, 1 << 20).play(turns)
+    record = tally.as_dict()
+    expected = tally.num_tokens / (tally.num_forwards + tally.num_draft_tokens)
+    assert record["predicted_speedup"] == pytest.approx(expected, rel=1e-4)
+    (flat,) = played("prompt_lookup", [(copied + [1, 2], copied)])[0]
+    assert flat.as_dict()["predicted_speedup"] == pytest.approx(flat.tokens_per_forward, rel=1e-4)
+
+
+def test_priced_trees_are_worth_their_nodes(tmp_path: Path, tokenizer: Any) -> None:
+    """Where nodes are dear, `auto` drafts few, and is forecast better than 32 nodes at any price."""
+    messages = []
+    for i in range(6):
+        messages += [said("user", sentence(i)), said("assistant", sentence(i % 2) + " " + sentence(100 + i))]
+    write(tmp_path / "log.jsonl", {"messages": messages})
+    dear = CostCurve([256], [1, 64], [[1e6, 64e6]])
+    figures = [
+        replay_logs([tmp_path / "log.jsonl"], tokenizer, ["session"], nodes, dear)["files"]["log"]["systems"]["session"]
+        for nodes in (32, None)
+    ]
+    assert figures[1]["nodes_per_forward"] < 3 < figures[0]["nodes_per_forward"]
+    assert figures[0]["predicted_speedup"] < 0.5 and figures[1]["predicted_speedup"] > 0.85
+
+
+def test_results_are_grouped(tmp_path: Path, tokenizer: Any) -> None:
+    """Categories, attempts, turns and places add up to the whole; each file is a namespace of its own."""
+    records = [
+        {"category": "even" if i % 2 == 0 else "odd",
+         "messages": [said("user", sentence(i % 3)), said("assistant", sentence(50 + i % 3)),
+                      said("user", "more"), said("assistant", sentence(70 + i))]}
+        for i in range(5)
+    ]  # fmt: skip
+    for name in ("one", "two"):
+        write(tmp_path / f"{name}.jsonl", *records)
+    calls: list[tuple[str, int, int]] = []
+    results = replay_logs(
+        [tmp_path], tokenizer, ["request", "session"], 16, FLAT, progress=lambda *call: calls.append(call)
+    )
+    assert calls[0] == ("one", 0, 20) and calls[-1] == ("two", 20, 20)
+    for system in ("request", "session"):
+        one, two = (results["files"][name]["systems"][system] for name in ("one", "two"))
+        assert one["num_forwards"] == two["num_forwards"]  # the second file began anew
+        assert results["geometric_mean_tokens_per_forward"][system] == pytest.approx(one["tokens_per_forward"])
+        total = one["num_tokens"]
+        assert sum(cell["num_tokens"] for cell in one["categories"].values()) == total
+        assert one["first_attempts"]["num_requests"] == 6 and one["retries"]["num_requests"] == 4
+        assert [(point["turn"], point["num_requests"]) for point in one["by_turn"]] == [(1, 5), (2, 5)]
+        assert sum(point["num_tokens"] for point in one["by_position"]) == total and len(one["by_position"]) == 5
+    session = results["files"]["one"]["systems"]["session"]
+    assert session["retries"]["tokens_per_forward"] > 1.3 * session["first_attempts"]["tokens_per_forward"]
+    limited = replay_logs([tmp_path / "one.jsonl"], tokenizer, ["session"], 16, FLAT, limit=2)
+    assert limited["files"]["one"]["num_trajectories"] == 2
+
+
+def test_example_curves_and_files(tmp_path: Path) -> None:
+    """Every shipped curve loads and says that it is an example; a file that is no curve is refused."""
+    assert EXAMPLE_CURVE in shipped_curves() and len(shipped_curves()) >= 3
+    for name in shipped_curves():
+        curve, described = load_curve(name)
+        assert described["example"] and "example" in described["note"] and curve.relative(300)[0] == 1.0
+    good = {"context_lengths": [256], "tree_sizes": [1, 8], "seconds": [[1.0, 2.0]]}
+    path = write(tmp_path / "curve.json", good)
+    curve, described = load_curve(str(path))
+    assert curve.tree_sizes == [1, 8] and not described["example"]
+    for change in ({"seconds": [[1.0]]}, {"tree_sizes": [2, 8]}, {"seconds": [[1.0, -1.0]]}, {"tree_sizes": "x"}):
+        write(path, {**good, **change})
+        with pytest.raises(ValueError, match="no cost curve"):
+            load_curve(str(path))
+    with pytest.raises(ValueError, match="no cost curve"):
+        load_curve(str(write(path, [1])))
+    with pytest.raises(ValueError, match="can't be read: .*flat-20ms"):
+        load_curve("absent")
+
+
+def run(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(replay)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_command(tmp_path: Path) -> None:
+    """Tables, a folder with results and figures, JSON alone; nothing left half-written."""
+    log = write(
+        tmp_path / "log.jsonl",
+        *({"messages": [said("user", sentence(0)), said("assistant", sentence(i % 2))]} for i in range(4)),
+    )
+    folder = tmp_path / "deep" / "report"
+    systems = ",".join(("request", "session", "session:own", *BASELINES))
+    done = run(str(log), "--systems", systems, "--nodes", "16", "-o", str(folder))
+    assert done.exit_code == 0, done.output
+    assert "a replay sees them only in logs with" in " ".join(done.output.split())
+    assert sorted(path.name for path in folder.iterdir()) == ["growth-1-log.png", "replay.png", "results.json"]
+    results = json.loads((folder / "results.json").read_text())
+    for name in systems.split(","):
+        figures = results["files"]["log"]["systems"][name]
+        assert {"tokens_per_forward", "draft_us_p50", "predicted_speedup", "proposers", "by_turn"} <= set(figures)
+    assert results["settings"]["profile"]["example"] is True and results["settings"]["nodes"] == 16
+    quiet = run(str(log), "--systems", "session", "--nodes", "auto", "--profile", "flat-20ms", "--limit", "2", "--json")
+    record = json.loads(quiet.stdout)
+    assert record["files"]["log"]["num_trajectories"] == 2 and record["settings"]["nodes"] == "auto"
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--systems", "session,nonsense"], "systems must be of .*got 'nonsense'"),
+        (["--systems", ","], "systems must be of"),
+        (["--nodes", "-1"], "nodes must be auto or a whole number"),
+        (["--profile", "nowhere.json"], "can't be read"),
+        (["absent.jsonl"], "there is no log"),
+        (["-o", "{file}"], "output folder .* can't be written"),
+    ],
+)
+def test_command_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", {"messages": [said("user", "x"), said("assistant", "y")]})
+    done = run(str(log), *(argument.format(file=log) for argument in arguments))
+    assert isinstance(done.exception, ValueError)
+    with pytest.raises(ValueError, match=message):
+        raise done.exception
+
+
+def test_no_torch_on_import() -> None:
+    code = "import sys, retrodraft.replay, retrodraft.cli_replay; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
