@@ -1,0 +1,78 @@
+"""`retrodraft serve`: the OpenAI-compatible server on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+INSTALL = "pip install 'retrodraft[server]'"
+LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+def serve(
+    model: Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")] = "embedded",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is everywhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and prints it.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that clients must send; repeatable. Each has its own sessions.")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Keys, one a line.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Folder to keep sessions in; default none, memory only.")] = None,
+    workspace: Annotated[
+        Path | None, typer.Option(help="Folder whose files every session drafts from; .gitignore is obeyed.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja file in place of the tokenizer's template.")] = None,
+    max_context: Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and answer.")] = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1024, help="Of a request.")] = 8 << 20,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests of one key that may wait; more get 429.")] = 64,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions in memory; the oldest go.")] = 64,
+    grace_seconds: Annotated[int, typer.Option(min=0, help="For running requests, when told to stop.")] = 10,
+    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
+    device: Annotated[str, typer.Option(help="As torch names it, for instance cpu or cuda:0.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")] = 0,
+    attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager, ...; default the model's.")] = None,
+    budget: Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto.")] = "auto",
+) -> None:
+    """Serve the model over OpenAI's API; sessions keep their drafts and KV cache from request to request.
+
+    A request belongs to the session that its header X-Session-Id or its metadata.session_id names, else to the one
+    whose text it goes on with. Keys never share sessions.
+
+    Example: retrodraft serve --workspace . --store ~/.cache/my-sessions
+    """
+    if log_level not in LEVELS:
+        raise ValueError(f"log-level must be one of {', '.join(LEVELS)}; got {log_level!r}")
+    keys = [*(api_key or []), *(_lines(api_key_file, "api-key-file") if api_key_file is not None else [])]
+    if any(not key.strip() or not key.isascii() for key in keys) or (api_key_file is not None and not keys):
+        raise ValueError("an API key must be ASCII text and not empty")
+    template = "\n".join(_lines(chat_template, "chat-template", all_lines=True)) if chat_template is not None else None
+    try:
+        from retrodraft.server.run import ServeOptions, run_server
+    except ImportError as error:
+        raise ValueError(f"the server needs a package: {error} ({INSTALL})") from error
+    if workspace is not None and not workspace.is_dir():
+        raise ValueError(f"workspace {str(workspace)!r} is not a folder")
+    from retrodraft.cli import _wrapped  # which imports this module
+
+    rd, _ = _wrapped(model, dtype, device, threads, attn, "retro", budget)
+    options = ServeOptions(
+        model=served_model_name or model, host=host, port=port, api_keys=[key.strip() for key in keys],
+        chat_template=template, workspace=workspace, store=store.expanduser() if store is not None else None,
+        max_context=max_context, max_body_bytes=max_body_bytes, max_queue=max_queue, max_sessions=max_sessions,
+        grace_seconds=grace_seconds, log_level=log_level,
+    )  # fmt: skip
+    run_server(rd, options)
+
+
+def _lines(path: Path, option: str, all_lines: bool = False) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise ValueError(f"{option} {str(path)!r} can't be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {str(path)!r} is not UTF-8 text") from error
+    return lines if all_lines else [line.strip() for line in lines if line.strip()]

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server whose sessions remember: `retrodraft serve`."""

@@ -1,0 +1,216 @@
+"""Which session a request belongs to, and what is kept of sessions."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from retrodraft.server.protocol import ApiError
+from retrodraft.session import common_prefix
+from retrodraft.session_store import list_sessions
+from retrodraft.tree import Int32
+from retrodraft.workspace import MAX_FILE_BYTES
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+SEARCH_SECONDS = 2.0  # new files of the workspace are looked for no more often; changed ones are seen at once
+SMALL_LOSS = 1024  # tokens of a session that a request may roll back without being its continuation
+IDLE_SECONDS = 60.0  # a session that was not used for so long may be rolled back further
+PENDING_CHARS = 64 << 20  # file texts that wait for a session's next request
+
+log = logging.getLogger("retrodraft.server")
+
+
+@dataclass
+class Entry:
+    """A session and what the server knows of it."""
+
+    namespace: str
+    name: str
+    session: Any = None  # opened by the generating thread, which alone uses it
+    created: float = field(default_factory=time.time)
+    last_used: float = field(default_factory=time.time)
+    num_requests: int = 0
+    num_tokens: int = 0
+    changed: bool = False  # since it was saved
+    saved: float = field(default_factory=time.monotonic)
+    files: dict[str, str | None] = field(default_factory=dict)  # to be added, or removed where None, before a request
+
+    def record(self) -> dict[str, Any]:
+        """What `GET /v1/sessions` shows."""
+        return {
+            "id": self.name, "object": "session", "created": int(self.created), "last_used": int(self.last_used),
+            "requests": self.num_requests, "tokens": self.num_tokens, "in_memory": True,
+        }  # fmt: skip
+
+
+class Sessions:
+    """The sessions in memory; the least recently used one of the largest namespace goes when there are too many.
+
+    Args:
+        open_session: gets or creates a session, called with namespace and name.
+        store: where sessions are saved; None keeps them in memory only.
+        workspace: folder whose files all sessions draft from.
+    """
+
+    def __init__(
+        self, open_session: Callable[[str, str], Any], store: Path | None, max_sessions: int, workspace: Path | None
+    ) -> None:
+        self._open, self._store, self._max = open_session, store, max_sessions
+        self._workspace = workspace
+        self._searched: dict[str, float] = {}  # when each namespace last looked for new files
+        self._entries: dict[tuple[str, str], Entry] = {}  # least recently used first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def list(self, namespace: str) -> list[dict[str, Any]]:
+        """Records of a namespace's sessions, those in memory first. Any thread."""
+        with self._lock:
+            records = [entry.record() for entry in self._entries.values() if entry.namespace == namespace]
+        if self._store is not None:
+            held = {record["id"] for record in records}
+            saved = [record for record in list_sessions(self._store, namespace) if record.name not in held]
+            records += [
+                {"id": record.name, "object": "session", "last_used": int(record.last_used), "in_memory": False}
+                for record in saved
+                if not record.problem
+            ]
+        return records
+
+    def put_files(self, namespace: str, name: str, files: dict[str, str | None]) -> None:
+        """Files to add (or to remove, where the text is None) before the session's next request. Any thread."""
+        for path, text in files.items():
+            if text is not None and len(text.encode()) > MAX_FILE_BYTES:
+                raise ApiError(413, f"{path!r} is longer than {MAX_FILE_BYTES} bytes: leave it out", param="files")
+        with self._lock:
+            entry = self._entries.get((namespace, checked_name(name)), Entry(namespace, name))
+            merged = entry.files | files
+            waiting = [e for e in self._entries.values() if e.namespace == namespace and e.files and e is not entry]
+            texts = [text or "" for e in waiting for text in e.files.values()] + [
+                text or "" for text in merged.values()
+            ]
+            if sum(map(len, texts)) > PENDING_CHARS:
+                raise ApiError(413, "too many file texts wait for their session: send a request with its id in between")
+            if len(self._entries) >= self._max and entry.session is None:
+                for unopened in [e for e in waiting if e.session is None][:1]:
+                    del self._entries[namespace, unopened.name]
+            entry.files = merged
+            self._entries[namespace, name] = entry
+
+    def acquire(self, namespace: str, name: str | None, prompt: Int32) -> Entry:
+        """The request's session, opened and with its files up to date. The generating thread only."""
+        with self._lock:
+            name = name or self._by_prefix(namespace, prompt) or f"auto-{uuid.uuid4().hex[:12]}"
+            entry = self._entry(namespace, name)
+            entry.last_used = time.time()
+            files, entry.files = entry.files, {}
+        if entry.session is None:
+            try:
+                entry.session = self._open(namespace, name)
+            except ValueError as error:  # saved with another model, or damaged
+                raise ApiError(409, f"session {name!r} can't be used: {error}", param="session_id") from error
+        if self._workspace is not None and time.monotonic() - self._searched.get(namespace, -inf) > SEARCH_SECONDS:
+            entry.session.add_folder(self._workspace)
+            self._searched[namespace] = time.monotonic()
+        for path, text in files.items():
+            try:
+                if text is not None:
+                    entry.session.add_file(path, text)
+                else:
+                    entry.session.remove_file(path)
+            except ValueError as error:  # no room, or not there
+                log.warning("session %s: %s", name, error)
+        self._evict()
+        entry.changed = True
+        return entry
+
+    def release(self, entry: Entry) -> None:
+        """Note what a request left in its session."""
+        entry.num_tokens = len(entry.session.token_ids)
+        entry.num_requests += 1
+
+    def save_changed(self, older_than: float = 0.0) -> None:
+        """Save sessions that changed, and were saved more than so many seconds ago. The generating thread only."""
+        with self._lock:
+            entries = list(self._entries.values())
+        for entry in entries:
+            if entry.changed and entry.session is not None and time.monotonic() - entry.saved > older_than:
+                self._save(entry)
+
+    def close(self) -> None:
+        """Save and close all. The generating thread only."""
+        with self._lock:
+            entries, self._entries = list(self._entries.values()), {}
+        for entry in entries:
+            self._close(entry)
+
+    def _entry(self, namespace: str, name: str) -> Entry:
+        """Get or create, as the most recently used."""
+        entry = self._entries.pop((namespace, name), None) or Entry(namespace, name)
+        self._entries[namespace, name] = entry
+        return entry
+
+    def _by_prefix(self, namespace: str, prompt: Int32) -> str | None:
+        """The session that the prompt goes on with: the one with the longest common prefix, if it is worth joining.
+
+        Joining rolls the session back to that prefix. Where the prompt shares little more than a system prompt with
+        the long session of another agent, that agent would lose more than this one gains.
+        """
+        best, longest = None, 0
+        for entry in self._entries.values():
+            if entry.namespace == namespace and entry.session is not None:
+                held = entry.session.token_ids
+                common = common_prefix(prompt, held)
+                loss, idle = len(held) - common, time.time() - entry.last_used > IDLE_SECONDS
+                joins = loss <= common or (2 * common >= len(prompt) and (loss <= SMALL_LOSS or idle))
+                if joins and common >= max(longest, 1):
+                    best, longest = entry.name, common
+        return best
+
+    def _evict(self) -> None:
+        while True:
+            with self._lock:
+                if len(self._entries) <= self._max:
+                    return
+                largest = Counter(entry.namespace for entry in self._entries.values()).most_common(1)[0][0]
+                oldest = next(key for key in self._entries if key[0] == largest)
+                entry = self._entries.pop(oldest)
+            self._close(entry)
+
+    def _save(self, entry: Entry) -> None:
+        entry.saved = time.monotonic()  # also if it fails: the next try is not to come with the next token
+        if self._store is not None:
+            try:
+                entry.session.save()
+            except (OSError, ValueError) as error:
+                log.error("session %s can't be saved: %s", entry.name, error)
+                return
+        entry.changed = False
+
+    def _close(self, entry: Entry) -> None:
+        if entry.session is not None:
+            try:
+                entry.session.close()  # which saves it
+            except (OSError, ValueError) as error:
+                log.error("session %s can't be saved: %s", entry.name, error)
+
+
+def checked_name(name: str) -> str:
+    """`name`, if it can name a session; raises ApiError."""
+    if not NAME.fullmatch(name):
+        raise ApiError(
+            400, "a session id has 1 to 128 letters, digits, dots, dashes or underscores, and begins with a letter or "
+            "digit", param="session_id",
+        )  # fmt: skip
+    return name
