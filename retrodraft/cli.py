@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from retrodraft import __version__
+from retrodraft import __version__, cli_index, cli_replay, cli_serve, cli_session
 
 # Two OpenMP threads that spin on two cores stall each other as soon as anything else runs; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(cli_index.app, name="index")
+app.add_typer(cli_session.app, name="session")
+app.command()(cli_replay.replay)
+app.command()(cli_serve.serve)
 UsageError: Any = typer.BadParameter.__base__  # what a mistyped option raises; typer has no name of its own for it
 
 Model = Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")]
@@ -150,30 +154,47 @@ def bench(
 
 @app.command()
 def profile(
-    output: Annotated[Path, typer.Option("-o", "--output", help="PNG of the curve.")] = Path("cost_curve.png"),
+    output: Annotated[Path, typer.Option("-o", "--output", help="PNG of the curve; a .json goes beside it.")] = Path(
+        "cost_curve.png"
+    ),
     model: Model = "embedded",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     threads: Threads = 0,
     attn: Attn = None,
 ) -> None:
-    """Measure what a verify forward costs by its number of tokens; keep it for budget=auto; show it.
+    """Measure a model once: what a verify forward costs by its number of tokens, and the rows of the hot start.
+
+    Both are kept and used by every later run. The rows take a forward over the whole vocabulary, some minutes on a CPU;
+    without this command only those of the first seconds are there.
 
     Example: retrodraft profile --dtype bfloat16
     """
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
     from retrodraft.budget import measure_cost_curve, store_cost_curve
+    from retrodraft.capabilities import probe
+    from retrodraft.folders import keep
+    from retrodraft.hot_start import hot_rows
     from retrodraft.plots import plot_cost_curve, require_matplotlib
     from retrodraft.reports import print_cost_curve
 
     require_matplotlib()
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"output must be a file in a folder that exists; got {str(output)!r}")
-    loaded, _ = _load(model, dtype, device, threads, attn)
+    loaded, tokenizer = _load(model, dtype, device, threads, attn)
+    if probe(loaded).mode == "tree":
+        with Progress(transient=True) as bar:
+            task = bar.add_task("rows of the hot start", total=None)
+            hot_rows(loaded, tokenizer, math.inf, lambda done, total: bar.update(task, completed=done, total=total))
     curve = measure_cost_curve(loaded)
     store_cost_curve(loaded, curve)
     print_cost_curve(curve)
     plot_cost_curve(curve, output)
-    typer.echo(f"wrote {output}")
+    keep(output.with_suffix(".json"), asdict(curve))
+    typer.echo(f"wrote {output} and {output.with_suffix('.json')} (for `retrodraft replay --profile`)")
 
 
 def _load(model: str, dtype: str, device: str, threads: int, attn: str | None) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from command import retrodraft
 
+from retrodraft.replay_costs import load_curve
+
 
 def test_help_is_quick_and_needs_no_torch() -> None:
     code = "import sys; sys.argv = ['retrodraft', '--help']\nfrom retrodraft.cli import main\ntry:\n    main()\n"
@@ -102,4 +104,5 @@ def test_profile_writes_the_curve(tiny_folder: Path, tmp_path: Path) -> None:
     done = retrodraft("profile", "--model", str(tiny_folder), "-o", str(picture), RETRODRAFT_CACHE=str(tmp_path / "c"))
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG") and "64" in done.stdout
-    assert len(list((tmp_path / "c").glob("cost-*.json"))) == 1
+    assert len(list((tmp_path / "c").glob("cost-*.json"))) == len(list((tmp_path / "c").glob("rows-*.npz"))) == 1
+    assert load_curve(str(picture.with_suffix(".json")))[0].tree_sizes[-1] == 64

@@ -12,12 +12,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
-    "kernels": {"retrodraft.kernels", "numba", "numpy", "torch", "math", "pickle", "collections", "typing"},
-    "index": {"retrodraft.kernels", "retrodraft.index", "numpy", "__future__", "collections", "typing"},
-}
+    "kernels": {"retrodraft.kernels", "numba", "llvmlite", "numpy", "torch", "math", "pickle", "collections", "typing"},
+    "index": {
+        "retrodraft.kernels", "retrodraft.index", "numpy", "sortedcontainers", "pathspec", "filelock",
+        "faiss", "pyarrow", "dask", "distributed", *(sys.stdlib_module_names - {"pickle", "marshal", "shelve"}),
+    },
+}  # fmt: skip
 WITH_TRANSFORMERS = {
-    "batch", "bench", "budget", "cache", "capabilities", "cli", "compat", "decoder", "models", "snapshot", "target",
-    "verify",
+    "batch", "bench", "budget", "cache", "capabilities", "cli", "compat", "decoder", "hot_start", "models", "session",
+    "snapshot", "target", "verify",
 }  # fmt: skip
 
 
