@@ -1,6 +1,6 @@
 """GOOSE's hot loops (2604.02047): n-gram table, chain, adjacency rows of two tiers, and the spine tree.
 
-Flat arrays, grown by the owner (`retrodraft.baselines_goose`):
+Flat arrays, grown by the owner (`retrodraft.baselines.goose`):
 
     text   int32 [capacity]   the sequence; its first `length` tokens are valid
     table  int32 [2**k, 3]    n-grams by open addressing: FOLLOW index after the oldest occurrence (0 = free),

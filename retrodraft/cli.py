@@ -10,7 +10,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from retrodraft import __version__, cli_index, cli_replay, cli_serve, cli_session
+from retrodraft import __version__
+from retrodraft.commands import index, replay, serve, session
 
 # Two OpenMP threads that spin on two cores stall each other as soon as anything else runs; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,10 +24,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.add_typer(cli_index.app, name="index")
-app.add_typer(cli_session.app, name="session")
-app.command()(cli_replay.replay)
-app.command()(cli_serve.serve)
+app.add_typer(index.app, name="index")
+app.add_typer(session.app, name="session")
+app.command()(replay.replay)
+app.command()(serve.serve)
 UsageError: Any = typer.BadParameter.__base__  # what a mistyped option raises; typer has no name of its own for it
 
 Model = Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")]

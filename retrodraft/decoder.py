@@ -26,7 +26,7 @@ from retrodraft.errors import UnsupportedModelError
 from retrodraft.hot_start import hot_rows
 from retrodraft.index.memory import Memory
 from retrodraft.retro import RetroStrategy
-from retrodraft.session import SessionTable
+from retrodraft.sessions.session import SessionTable
 from retrodraft.stats import DecodingStats
 from retrodraft.strategies import make_strategy
 from retrodraft.strategy import StrategyRow
@@ -35,7 +35,7 @@ from retrodraft.tree import DraftTree
 
 if TYPE_CHECKING:
     from retrodraft.index.corpus import CorpusIndex
-    from retrodraft.session import Session
+    from retrodraft.sessions.session import Session
 
 REPRODUCIBLE_NODES = 15  # draft nodes of every forward when the shape must not vary and no budget is given
 
@@ -178,7 +178,7 @@ class RetroDraft:
     def session(self, name: str, namespace: str = "default", store: Path | str | None = None) -> Session:
         """A named session: its calls reuse the keys and values of earlier ones and draft from all that it saw.
 
-        The same name in the same namespace gives the same session; see `retrodraft.session.Session`.
+        The same name in the same namespace gives the same session; see `retrodraft.sessions.session.Session`.
 
         Args:
             namespace: sessions of one namespace draft from each other's texts; namespaces share nothing.

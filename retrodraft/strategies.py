@@ -24,10 +24,10 @@ def make_strategy(name: str, vocab_size: int, corpora: Sequence[CorpusIndex] = (
         return RetroStrategy(vocab_size, corpora)
     if corpora:
         raise ValueError(f"strategy {name!r} takes no corpora: use strategy='retro'")
-    from retrodraft.baselines_goose import Goose
-    from retrodraft.baselines_lookup import PromptLookup
-    from retrodraft.baselines_recycling import TokenRecycling
-    from retrodraft.baselines_suffix import SuffixDecoding
+    from retrodraft.baselines.goose import Goose
+    from retrodraft.baselines.lookup import PromptLookup
+    from retrodraft.baselines.recycling import TokenRecycling
+    from retrodraft.baselines.suffix import SuffixDecoding
 
     kinds = {
         "goose": Goose, "token_recycling": TokenRecycling, "suffix": SuffixDecoding, "prompt_lookup": PromptLookup

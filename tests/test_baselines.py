@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from drafts import VOCAB, begun, drafted, emit, ids, paths, random_top, walk
 
-from retrodraft.baselines_goose import Goose
-from retrodraft.baselines_lookup import PromptLookup
-from retrodraft.baselines_recycling import TEMPLATE, Template, TokenRecycling, template_paths
-from retrodraft.baselines_suffix import SuffixDecoding
+from retrodraft.baselines.goose import Goose
+from retrodraft.baselines.lookup import PromptLookup
+from retrodraft.baselines.recycling import TEMPLATE, Template, TokenRecycling, template_paths
+from retrodraft.baselines.suffix import SuffixDecoding
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
 

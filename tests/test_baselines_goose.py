@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from drafts import VOCAB, begun, drafted, ids, paths, random_top, walk
 
-from retrodraft.baselines_goose import Goose, spine_ratio
+from retrodraft.baselines.goose import Goose, spine_ratio
 from retrodraft.kernels.baselines_goose import match_confidence
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import retrodraft
 
-from retrodraft.replay_costs import load_curve
+from retrodraft.replay.costs import load_curve
 
 
 def test_help_is_quick_and_needs_no_torch() -> None:

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from retrodraft.index.storage import MANIFEST
-from retrodraft.session_store import load_session, save_session
+from retrodraft.sessions.saved import load_session, save_session
 
 # Mounts the commands where the command line does not do so itself.
 RUN = """
 from retrodraft.cli import app, main
-from retrodraft.cli_session import app as session
+from retrodraft.commands.session import app as session
 if not any(group.name == "session" for group in app.registered_groups):
     app.add_typer(session, name="session")
 main()
@@ -144,7 +144,7 @@ def test_damage(store: Path) -> None:
 def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", RUN, "session", "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and all(word in done.stdout for word in ("list", "show", "prune", "remove"))
-    code = "import sys, retrodraft.cli_session, retrodraft.session_store, retrodraft.workspace; "
+    code = "import sys, retrodraft.commands.session, retrodraft.sessions.saved, retrodraft.sessions.workspace; "
     code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "False"], done.stderr

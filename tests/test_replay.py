@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from retrodraft.budget import Budget, CostCurve
-from retrodraft.cli_replay import replay
+from retrodraft.commands.replay import replay
 from retrodraft.models import load_tokenizer
-from retrodraft.replay import ABLATIONS, BASELINES, SYSTEMS, System, Tally, accepted_path, replay_logs
-from retrodraft.replay_costs import EXAMPLE_CURVE, Costs, load_curve, shipped_curves
-from retrodraft.replay_logs import log_files, read_log
-from retrodraft.replay_tokens import Renderer, Turn
+from retrodraft.replay.costs import EXAMPLE_CURVE, Costs, load_curve, shipped_curves
+from retrodraft.replay.logs import log_files, read_log
+from retrodraft.replay.run import ABLATIONS, BASELINES, SYSTEMS, System, Tally, accepted_path, replay_logs
+from retrodraft.replay.tokens import Renderer, Turn
 from retrodraft.tree import DraftTree
 
 FLAT = CostCurve([256], [1, 64], [[1e6, 1e6]])  # forwards of a million seconds, next to which drafting is nothing
@@ -457,5 +457,5 @@ def test_command_refuses(arguments: list[str], message: str, tmp_path: Path) -> 
 
 
 def test_no_torch_on_import() -> None:
-    code = "import sys, retrodraft.replay, retrodraft.cli_replay; assert 'torch' not in sys.modules"
+    code = "import sys, retrodraft.replay.run, retrodraft.commands.replay; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -21,9 +21,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCrit
 
 from retrodraft import RetroDraft
 from retrodraft.index.storage import IndexFormatError
-from retrodraft.namespace import load_saved
-from retrodraft.session import MAX_SAVED_TOKENS, common_prefix, rotary_switch
-from retrodraft.session_store import save_session
+from retrodraft.sessions.namespace import load_saved
+from retrodraft.sessions.saved import save_session
+from retrodraft.sessions.session import MAX_SAVED_TOKENS, common_prefix, rotary_switch
 from retrodraft.workloads import render_prompt
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}<assistant>"

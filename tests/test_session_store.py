@@ -20,7 +20,7 @@ import pytest
 from filelock import FileLock
 
 from retrodraft.index.storage import LOCK, MANIFEST, IndexFormatError, writing
-from retrodraft.session_store import (
+from retrodraft.sessions.saved import (
     inspect_session,
     list_sessions,
     load_session,
@@ -33,7 +33,7 @@ from retrodraft.session_store import (
 WORKER = """
 import random, sys, time
 import numpy as np
-from retrodraft.session_store import *
+from retrodraft.sessions.saved import *
 root, namespace, name, what, value, size, seconds = *sys.argv[1:6], int(sys.argv[6]), float(sys.argv[7])
 value = int(value)
 end = time.monotonic() + seconds

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrodraft.views import SEARCH_REPLACE, register_view, registered_views, unregister_view, views
+from retrodraft.sessions.views import SEARCH_REPLACE, register_view, registered_views, unregister_view, views
 
 CODE = 'def f(x):\n    if x > 1:\n        return "a\\n"\n\n    return {"k": x}\n'
 

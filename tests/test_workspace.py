@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retrodraft.views import register_view, unregister_view, views
-from retrodraft.workspace import MAX_FILE_BYTES, PROBE, Workspace
+from retrodraft.sessions.views import register_view, unregister_view, views
+from retrodraft.sessions.workspace import MAX_FILE_BYTES, PROBE, Workspace
 
 CODE = "def f(x):\n    return x\n"
 

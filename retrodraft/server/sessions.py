@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from retrodraft.server.protocol import ApiError
-from retrodraft.session import common_prefix
-from retrodraft.session_store import list_sessions
+from retrodraft.sessions.saved import list_sessions
+from retrodraft.sessions.session import common_prefix
+from retrodraft.sessions.workspace import MAX_FILE_BYTES
 from retrodraft.tree import Int32
-from retrodraft.workspace import MAX_FILE_BYTES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

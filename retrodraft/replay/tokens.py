@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from retrodraft.replay_logs import Message, Request, Trajectory
+from retrodraft.replay.logs import Message, Request, Trajectory
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import Int32
 from retrodraft.workloads import render_prompt

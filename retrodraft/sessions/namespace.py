@@ -15,9 +15,9 @@ import numpy.typing as npt
 from retrodraft.index.memory import BORDER, Memory
 from retrodraft.index.storage import IndexFormatError
 from retrodraft.retro import Calibration
-from retrodraft.session_store import inspect_session, list_sessions, load_session
+from retrodraft.sessions.saved import inspect_session, list_sessions, load_session
+from retrodraft.sessions.workspace import Workspace
 from retrodraft.tree import Int32
-from retrodraft.workspace import Workspace
 
 MAX_FILE_TOKENS = 2_000_000  # of all views of the workspace's files, about 160 MB
 

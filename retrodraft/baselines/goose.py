@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from retrodraft.baselines_lookup import Text, chain_of
+from retrodraft.baselines.lookup import Text, chain_of
 from retrodraft.kernels import baselines_goose as kernel
 from retrodraft.kernels.tree import spine_first
 from retrodraft.strategy import TopLogits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrodraft.cli_documents import (
+from retrodraft.commands.documents import (
     Selection,
     disk_errors,
     find,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrodraft.index.files import Skipped, find_files
-from retrodraft.views import View, apply_view, registered_views
+from retrodraft.sessions.views import View, apply_view, registered_views
 
 MAX_FILE_BYTES = 2_000_000
 PROBE = "def f(x):\n\treturn {'é': x + 12345}\n"  # tells two tokenizers apart by its tokens

@@ -46,9 +46,9 @@ def replay(
 
     Example: retrodraft replay agent.jsonl --systems prompt_lookup,request,session -o report
     """
-    from retrodraft.replay import replay_logs
-    from retrodraft.replay_costs import EXAMPLE_CURVE, load_curve, shipped_curves
-    from retrodraft.replay_logs import log_files
+    from retrodraft.replay.costs import EXAMPLE_CURVE, load_curve, shipped_curves
+    from retrodraft.replay.logs import log_files
+    from retrodraft.replay.run import replay_logs
 
     names, number = parse_systems(systems), parse_nodes(nodes)
     curve, described = load_curve(profile or EXAMPLE_CURVE)
@@ -59,7 +59,7 @@ def replay(
         require_matplotlib()
         _make_folder(output)
     from retrodraft.models import load_tokenizer
-    from retrodraft.replay_report import print_replay, progress_bar
+    from retrodraft.replay.report import print_replay, progress_bar
 
     loaded = load_tokenizer(tokenizer)
     logging.getLogger("transformers").setLevel(logging.ERROR)  # texts longer than a model's window are no fault here
@@ -87,7 +87,7 @@ def replay(
 
 def parse_systems(text: str) -> list[str]:
     """Names of systems, each once; raises ValueError for unknown ones and for none."""
-    from retrodraft.replay import SYSTEMS
+    from retrodraft.replay.run import SYSTEMS
 
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in SYSTEMS]
@@ -98,7 +98,7 @@ def parse_systems(text: str) -> list[str]:
 
 def parse_nodes(text: str) -> int | None:
     """A number of nodes, None for auto; raises ValueError."""
-    from retrodraft.replay import MAX_NODES
+    from retrodraft.replay.run import MAX_NODES
 
     if text == "auto":
         return None
@@ -117,7 +117,7 @@ def _make_folder(folder: Path) -> None:
 
 def _write(results: dict[str, Any], folder: Path) -> None:
     """Replace the result files, each at once."""
-    from retrodraft.replay_report import plot_growth, plot_replay
+    from retrodraft.replay.report import plot_growth, plot_replay
 
     (folder / "results.json.partial").write_text(json.dumps(results, indent=1), encoding="utf-8")
     os.replace(folder / "results.json.partial", folder / "results.json")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from retrodraft.session_store import SessionRecord
+    from retrodraft.sessions.saved import SessionRecord
 
 app = typer.Typer(
     help="Sessions that were saved: what a conversation has taught the drafts.",
@@ -38,7 +38,7 @@ def list_command(
 
     Example: retrodraft session list --json
     """
-    from retrodraft.session_store import list_sessions
+    from retrodraft.sessions.saved import list_sessions
 
     records = list_sessions(_root(store), namespace)
     if as_json:
@@ -55,7 +55,7 @@ def show(name: Name, namespace: Namespace = "default", store: Store = None, as_j
 
     Example: retrodraft session show fix-issue-17
     """
-    from retrodraft.session_store import inspect_session
+    from retrodraft.sessions.saved import inspect_session
 
     found = inspect_session(_root(store), namespace, name)
     if found is None:
@@ -90,7 +90,7 @@ def prune(
 
     Example: retrodraft session prune --max-size 2G --max-age-days 30
     """
-    from retrodraft.session_store import prune_sessions
+    from retrodraft.sessions.saved import prune_sessions
 
     if max_size is None and max_age_days is None:
         raise ValueError("say what to keep: --max-size, --max-age-days, or both")
@@ -109,7 +109,7 @@ def remove(name: Name, namespace: Namespace = "default", store: Store = None, as
 
     Example: retrodraft session remove fix-issue-17
     """
-    from retrodraft.session_store import remove_session
+    from retrodraft.sessions.saved import remove_session
 
     with _disk_errors():
         if not remove_session(_root(store), namespace, name):
@@ -118,7 +118,7 @@ def remove(name: Name, namespace: Namespace = "default", store: Store = None, as
 
 
 def _root(store: Path | None) -> Path:
-    from retrodraft.session_store import sessions_folder
+    from retrodraft.sessions.saved import sessions_folder
 
     root = store.expanduser() if store is not None else sessions_folder()
     if store is not None and not root.is_dir():

@@ -22,9 +22,9 @@ from retrodraft.cache import DraftCache, cached_length
 from retrodraft.compat import CACHE_ARG, CACHE_ARGS
 from retrodraft.index.fingerprint import tokenizer_fingerprint
 from retrodraft.models import model_id
-from retrodraft.namespace import Namespace, Origin, joined_texts, load_saved
 from retrodraft.retro import RetroStrategy
-from retrodraft.session_store import MAX_NAME, SessionRecord, save_session
+from retrodraft.sessions.namespace import Namespace, Origin, joined_texts, load_saved
+from retrodraft.sessions.saved import MAX_NAME, SessionRecord, save_session
 from retrodraft.stats import DecodingStats
 from retrodraft.strategy import StrategyRow
 from retrodraft.tree import Int32

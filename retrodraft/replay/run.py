@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from retrodraft.baselines_lookup import PromptLookup
+from retrodraft.baselines.lookup import PromptLookup
 from retrodraft.index.memory import MAX_BYTES, Memory
-from retrodraft.replay_costs import Costs
-from retrodraft.replay_logs import log_files, read_log
-from retrodraft.replay_tokens import Renderer, Turn
+from retrodraft.replay.costs import Costs
+from retrodraft.replay.logs import log_files, read_log
+from retrodraft.replay.tokens import Renderer, Turn
 from retrodraft.retro import RetroStrategy
 from retrodraft.strategies import make_strategy
 from retrodraft.strategy import TopLogits
@@ -258,7 +258,7 @@ def replay_logs(
     """Replay logs and return `{"files": {name: {..., "systems": {system: figures}}}, ...}`; see docs/replay.md.
 
     Args:
-        paths: .jsonl logs, or folders of them; see `replay_logs.read_log` for the lines.
+        paths: .jsonl logs, or folders of them; see `logs.read_log` for the lines.
         nodes: draft nodes of a forward; None prices them by the curve, as `budget="auto"` does.
         curve: what forwards cost, for the predicted speed-up.
         limit: trajectories of each file, from its start; 0 takes all.

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from retrodraft.baselines_lookup import Text
+from retrodraft.baselines.lookup import Text
 from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels.baselines import best_suffix_draft, longest_match
 from retrodraft.kernels.tree import spine_first

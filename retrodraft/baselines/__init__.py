@@ -1,0 +1,1 @@
+"""Published methods in the same engine: what the product is measured against."""

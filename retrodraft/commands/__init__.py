@@ -1,0 +1,1 @@
+"""The commands of `retrodraft.cli` that have a room of their own."""

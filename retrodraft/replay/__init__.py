@@ -1,0 +1,1 @@
+"""`retrodraft replay`: recorded answers through the strategies, without a model."""

@@ -1,0 +1,1 @@
+"""Calls that remember: sessions, the namespaces that they share, and how they are saved."""
