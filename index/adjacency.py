@@ -33,6 +33,13 @@ class AdjacencyRows:
         self._start = token_ids, probs
         self.reset()
 
+    def fresh(self) -> AdjacencyRows:
+        """Rows of the same hot start that have seen no text."""
+        rows = AdjacencyRows(self.vocab_size, self.num_pairs)
+        if self._start is not None:
+            rows.start_from(*self._start)
+        return rows
+
     def reset(self) -> None:
         """Forget every row but those of the hot start."""
         self.token_ids = np.full((self.vocab_size, kernel.WIDTH), -1, np.int32)

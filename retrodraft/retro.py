@@ -85,13 +85,16 @@ class RetroStrategy:
         memory: Memory | None = None,
         calibration: Calibration | None = None,
         prediction: Int32 | None = None,
+        adjacency: AdjacencyRows | None = None,
     ) -> RetroRow:
         """State for a new sequence.
 
-        It may draft from a namespace's memory, from a predicted output (token ids), and have hit rates of its own.
+        It may draft from a namespace's memory and rows, from a predicted output (token ids), and have hit rates of its
+        own.
         While other sequences draft from that memory too (`Memory.readers`), it gets what is emitted at once.
         """
-        return RetroRow(self, memory or Memory(), calibration or self.calibration, prediction)
+        rows = adjacency or self.adjacency
+        return RetroRow(self, memory or Memory(), calibration or self.calibration, prediction, rows)
 
     def reset(self) -> None:
         """Forget the rows and return to the shipped priors."""
@@ -125,8 +128,9 @@ class RetroRow:
         memory: Memory,
         calibration: Calibration,
         prediction: Int32 | None,
+        adjacency: AdjacencyRows,
     ) -> None:
-        self.shared, self.memory, self.calibration = shared, memory, calibration
+        self.shared, self.memory, self.calibration, self.adjacency = shared, memory, calibration, adjacency
         self.text = SuffixAutomaton()
         self.prediction = joined([])
         self._predicted = prediction
@@ -163,7 +167,7 @@ class RetroRow:
             np.empty(size, np.uint8),
         )
         count = build(
-            self._stores(), self.scopes, self.shared.corpora, self.shared.adjacency.arrays,
+            self._stores(), self.scopes, self.shared.corpora, self.adjacency.arrays,
             self.calibration.hits, self.calibration.trials,
             self.states, self.lengths, self.spans, self.context, prices, max_depth, chain,
             tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources,
@@ -191,7 +195,7 @@ class RetroRow:
         done = 0
         while done < len(token_ids):
             done = learning.observe(
-                self._stores(), self.scopes, self.shared.corpora, self.shared.adjacency.arrays,
+                self._stores(), self.scopes, self.shared.corpora, self.adjacency.arrays,
                 self.calibration.hits, self.calibration.trials,
                 self.states, self.lengths, self.spans, self.context, token_ids, done, top_ids, top_probs,
                 ACCEPTED_RATE, self.shared.clock,
@@ -205,7 +209,7 @@ class RetroRow:
                 self._unpublished = 0
 
     def _learn_rows(self, before: Int32, tokens: Int32, top: TopLogits, rate: float) -> None:
-        arrays = self.shared.adjacency.arrays
+        arrays = self.adjacency.arrays
         learning.learn_rows(arrays, before, tokens, top.token_ids, top.probs, rate, self.shared.clock)
 
     def _stores(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:

@@ -354,16 +354,34 @@ def test_namespaces_share_nothing(tmp_path: Path) -> None:
     mine.observe(text)
     mine.add_file("never-written.txt", text)
     assert ask(other, ids) == dict.fromkeys(("session", "workspace", "prediction"), (0, 0))
-    rates = other.namespace.calibration.hits.copy()
+    rates, rows = other.namespace.calibration.hits.copy(), other.namespace.adjacency.token_probs.copy()
+    start = rd.strategy.adjacency.token_probs.copy()
     found = ask(beside, ids)
     assert found["session"][1] > 10 and found["workspace"][1] > 10
     assert np.array_equal(other.namespace.calibration.hits, rates)
     assert not np.array_equal(mine.namespace.calibration.hits, rates)
+    assert np.array_equal(other.namespace.adjacency.token_probs, rows)
+    assert not np.array_equal(mine.namespace.adjacency.token_probs, rows)
+    assert np.array_equal(rd.strategy.adjacency.token_probs, start)
     ask(rd.session("c", "two"), ids)  # who drafts from the other's earlier answer, in their own namespace
     assert drafts(rd.session("c", "two"))["session"][1] > 10
     # A call outside of sessions sees none of it.
     rd.generate(ids, max_new_tokens=30, **PRINTABLE)
     assert not rd.stats.num_draft_tokens_by_proposer["session"]
+
+
+def test_idle_namespaces_go_beyond_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with many keys: namespaces without open sessions are forgotten, the least recently used ones first."""
+    rd, ids = drafting(tiny_llama()), random_prompt(12)
+    for name in ("one", "two", "three"):
+        ask(rd.session("a", name), ids)
+    one, two = rd.session("a", "one").namespace, rd.session("a", "two").namespace
+    rd.session("a", "one").close()
+    rd.session("a", "two").close()
+    monkeypatch.setattr("retrodraft.sessions.session.MAX_NAMESPACE_BYTES", 5 * one.nbytes // 2)
+    ask(rd.session("a", "three"), ids)
+    assert rd.session("b", "two").namespace is two
+    assert rd.session("b", "one").namespace is not one
 
 
 def test_files_are_followed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from retrodraft.index.adjacency import AdjacencyRows
 from retrodraft.index.memory import BORDER, Memory
 from retrodraft.index.storage import IndexFormatError
 from retrodraft.retro import Calibration
@@ -23,10 +24,10 @@ MAX_FILE_TOKENS = 2_000_000  # of all views of the workspace's files, about 160 
 
 
 class Namespace:
-    """Memory, workspace and calibration under one name; sessions of other namespaces never see them."""
+    """Memory, workspace, rows and calibration under one name; sessions of other namespaces never see them."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, adjacency: AdjacencyRows) -> None:
+        self.name, self.adjacency = name, adjacency
         self.memory = Memory()
         self.workspace = Workspace()
         self.calibration = Calibration()
@@ -35,6 +36,11 @@ class Namespace:
         self._paths: frozenset[str] = frozenset()
         self._stores: set[str] = set()  # that were loaded
         self._known: set[tuple[str, str]] = set()  # store and name of saved sessions whose texts the memory has
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the texts and rows."""
+        return self.memory.nbytes + self.adjacency.nbytes
 
     def refresh_files(self, tokenize: Callable[[str], list[int]], drafting: threading.Lock) -> None:
         """Read changed files again and bring the memory's texts up to date, under the lock `drafting`.

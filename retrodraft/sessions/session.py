@@ -20,6 +20,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from retrodraft.cache import DraftCache, cached_length
 from retrodraft.compat import CACHE_ARG, CACHE_ARGS
+from retrodraft.index.adjacency import AdjacencyRows
 from retrodraft.index.fingerprint import tokenizer_fingerprint
 from retrodraft.models import model_id
 from retrodraft.retro import RetroStrategy
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from retrodraft.decoder import RetroDraft
 
 OVERLAP = 32  # tokens of a new text's context that are remembered with it
+MAX_NAMESPACE_BYTES = 2 << 30  # of all texts and rows; open sessions keep theirs
 MAX_SAVED_TOKENS = 1 << 20  # newest tokens of a session that are saved
 
 # Arguments of `generate` that leave keys and values alone. Others may reach the model's forward (position_ids, images,
@@ -58,8 +60,7 @@ class Session:
     def __init__(self, rd: RetroDraft, table: SessionTable, namespace: Namespace, name: str, store: Path | str | None):
         if rd.tokenizer is None:
             raise ValueError("a session needs the tokenizer: RetroDraft(model, tokenizer)")
-        if not isinstance(rd.strategy, RetroStrategy):
-            raise ValueError("sessions draft with strategy='retro'")
+        assert isinstance(rd.strategy, RetroStrategy)  # see `_fresh_rows`
         self.name, self.namespace, self.store = name, namespace, store
         self.turns = 0
         self.stats = DecodingStats()  # of the last call
@@ -212,7 +213,10 @@ class Session:
         with self._rd._lock:
             space.memory.readers += batch_size
             self._num_rows += batch_size
-        return [self._strategy.row(space.memory, space.calibration, self._prediction) for _ in range(batch_size)]
+        return [
+            self._strategy.row(space.memory, space.calibration, self._prediction, space.adjacency)
+            for _ in range(batch_size)
+        ]
 
     def attach(self, store: Path | str) -> None:
         """Give a session that has no store one, and the texts that were saved there. Raises ValueError if it has."""
@@ -330,7 +334,7 @@ class SessionTable:
         self._max_kv_bytes = max_kv_bytes
         self._origin: Origin | None = None
         self._lock = threading.Lock()
-        self._namespaces: dict[str, Namespace] = {}
+        self._namespaces: OrderedDict[str, Namespace] = OrderedDict()  # least recently used first
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # least recently used first
 
     def session(self, rd: RetroDraft, name: str, namespace: str, store: Path | str | None) -> Session:
@@ -341,7 +345,7 @@ class SessionTable:
         with self._lock:
             session = self._sessions.get((namespace, name))
             if session is None:
-                space = self._namespaces.get(namespace) or Namespace(namespace)
+                space = self._namespaces.get(namespace) or Namespace(namespace, _fresh_rows(rd))
                 session = Session(rd, self, space, name, store)
                 self._namespaces[namespace] = space
                 self._sessions[namespace, name] = session
@@ -361,7 +365,9 @@ class SessionTable:
         with self._lock:
             if not session.closed:
                 self._sessions.move_to_end((session.namespace.name, session.name))
+                self._namespaces.move_to_end(session.namespace.name)
             sessions = list(self._sessions.values())
+            self._drop_namespaces()
         total = sum(each.kv_bytes for each in sessions)
         for each in sessions:
             if total <= self._max_kv_bytes:
@@ -369,10 +375,25 @@ class SessionTable:
             total -= each.kv_bytes
             each.release()
 
+    def _drop_namespaces(self) -> None:
+        """Forget the least recently used namespaces without open sessions beyond MAX_NAMESPACE_BYTES."""
+        total = sum(space.nbytes for space in self._namespaces.values())
+        used = {namespace for namespace, _ in self._sessions}
+        for name in [name for name in self._namespaces if name not in used]:
+            if total <= MAX_NAMESPACE_BYTES:
+                break
+            total -= self._namespaces.pop(name).nbytes
+
     def forget(self, session: Session) -> None:
         """Take a closed session out; its texts stay in the namespace."""
         with self._lock:
             self._sessions.pop((session.namespace.name, session.name), None)
+
+
+def _fresh_rows(rd: RetroDraft) -> AdjacencyRows:
+    if not isinstance(rd.strategy, RetroStrategy):
+        raise ValueError("sessions draft with strategy='retro'")
+    return rd.strategy.adjacency.fresh()
 
 
 def common_prefix(first: Int32, second: Int32) -> int:
