@@ -179,7 +179,8 @@ def gather(
     found = (out_tokens, match, match_length, out_sources)
     size = 0
     for i in range(len(stores)):
-        size = _from_automaton(stores[i][0], stores[i][1], scopes[i], states[i], lengths[i], size, found)
+        if states[i] > 0:
+            size = _from_automaton(stores[i][0], stores[i][1], scopes[i], states[i], lengths[i], size, found)
     size = _from_corpora(corpora, spans, context, token_ids.shape[0], size, found)
     slot = find_pair(pair_keys, previous, token) if previous >= 0 else -1
     known = 0 <= token < token_ids.shape[0] and token_ids[token, 0] >= 0

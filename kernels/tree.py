@@ -14,7 +14,7 @@ import numpy as np
 
 from retrodraft.kernels.candidates import CONTEXT, MAX_CANDIDATES, gather
 from retrodraft.kernels.jit import njit
-from retrodraft.kernels.suffix_automaton import step
+from retrodraft.kernels.suffix_automaton import HEAD, step
 
 MIN_PROB = 1e-5  # of a path; below it a node is noise
 
@@ -92,8 +92,9 @@ def build(
     """
     max_nodes = prices.shape[0] - 1
     num_stores = len(stores)
-    node_states = np.empty((max_nodes + 1, num_stores), np.int32)
-    node_lengths = np.empty((max_nodes + 1, num_stores), np.int32)
+    node_states = np.zeros((max_nodes + 1, num_stores), np.int32)
+    node_lengths = np.zeros((max_nodes + 1, num_stores), np.int32)
+    holds_text = np.empty(num_stores, np.bool_)
     node_spans = np.empty((max_nodes + 1, len(corpora)), np.int32)
     node_context = np.empty(CONTEXT, np.int32)
     heap_size = 0
@@ -113,6 +114,7 @@ def build(
     for i in range(num_stores):
         node_states[0, i] = states[i]
         node_lengths[0, i] = lengths[i]
+        holds_text[i] = stores[i][0][0, HEAD] >= 0
     node_spans[0] = spans
     num_nodes = 1
     value = 0.0
@@ -158,6 +160,8 @@ def build(
         _drop_top(heap_probs, heap_nodes, heap_tokens, heap_sources, heap_size)
         heap_size -= 1
         for i in range(num_stores):
+            if not holds_text[i]:
+                continue
             automaton, edges, table, _ = stores[i]
             state, length = step(automaton, edges, table, node_states[parent, i], node_lengths[parent, i], tokens[node])
             node_states[node, i] = state

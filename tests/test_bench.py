@@ -55,6 +55,7 @@ def test_bench_compares_every_system(workload: Path, tiny_folder: Path, tmp_path
     assert other.returncode == 2 and "other settings (seed)" in other.stderr
 
 
+@pytest.mark.slow
 def test_killed_bench_goes_on(workload: Path, tiny_folder: Path, tmp_path: Path) -> None:
     """A kill in the middle, and a line cut in half, cost at most the run that was under way."""
     folder = tmp_path / "out"

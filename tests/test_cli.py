@@ -40,6 +40,7 @@ def test_generate_streams_the_answer(tiny_folder: Path) -> None:
     assert piped.stdout == done.stdout and len(done.stdout) > 10
 
 
+@pytest.mark.slow
 def test_demo_on_the_embedded_model() -> None:
     """The engine of `make demo`: identical texts, fewer forwards."""
     done = retrodraft("demo", "--max-new-tokens", "40")

@@ -84,6 +84,7 @@ def test_damaged_compilation_cache(tmp_path: Path, size: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_damaged_verdict_and_curve(tmp_path: Path) -> None:
     """A cut or foreign file in the cache folder is measured anew."""
     code = GENERATE.replace("budget=8", "budget='auto'").replace("assert rd.stats.num_target_forwards < 20", "")

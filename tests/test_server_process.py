@@ -71,6 +71,7 @@ def _answers(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_sessions_outlive_a_stop_and_a_kill(tiny_folder: Path, tmp_path: Path) -> None:
     """O22: SIGTERM ends what runs, saves, exits 0; after kill -9 what was saved is there, and the server starts."""
     store = str(tmp_path / "store")
