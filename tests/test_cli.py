@@ -75,6 +75,7 @@ def test_demo_on_the_embedded_model() -> None:
         (("bench", "--workload", "{good}", "--temperature", "inf", "-o", "{tmp}"), "temperature must be a finite"),
     ],
 )
+@pytest.mark.usefixtures("embedded")  # whose first conversion shows its progress
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"id": 1, "messages": [{"role": "user", "content": "x"}]}\n{"id": \n')
