@@ -1,6 +1,6 @@
 """`njit` for every kernel: compiled code is kept on disk where that is possible, and its loss is never fatal."""
 
-import pickle
+import pickle  # for the name of an error: numba's own cache files are pickles
 from collections.abc import Callable
 from typing import Any
 

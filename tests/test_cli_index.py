@@ -46,7 +46,7 @@ def retrodraft_index(*arguments: object, stdin: str | bytes | None = "") -> Done
             main()
         except SystemExit as error:
             code = error.code
-        except Exception:
+        except Exception:  # shown as the interpreter would, so that tests see a traceback where there should be none
             err.write(traceback.format_exc())
             code = 1
         return Done(code or 0, out.getvalue(), err.getvalue())

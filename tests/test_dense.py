@@ -147,7 +147,6 @@ def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         DenseIndex.open(tmp_path / "d")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_search_after_fork() -> None:
     """O24: a forked child searches too, and the caller's thread setting is left as it was."""
     import faiss

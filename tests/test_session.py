@@ -1,72 +1,22 @@
-"""Sessions: what they feed, what they give, what they remember, and who may see it."""
+"""Sessions: what they feed, what they give, and that nothing breaks them."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, copy_prompt, random_prompt, tiny, tiny_llama
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria
+from chats import GREEDY, drafting, fed, letters, plain, turn
+from tiny import copy_prompt, random_prompt, tiny, tiny_llama
+from transformers import GenerationConfig, StoppingCriteria
 
 from retrodraft import RetroDraft
-from retrodraft.index.storage import IndexFormatError
-from retrodraft.sessions.namespace import load_saved
-from retrodraft.sessions.saved import save_session
 from retrodraft.sessions.session import MAX_SAVED_TOKENS, common_prefix, rotary_switch
 from retrodraft.workloads import render_prompt
-
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}<assistant>"
-
-
-def letters() -> Any:
-    """A tokenizer with an id for each printable character, 2 to 96, which is as many as the tiny models know."""
-    vocab = {"?pad": 0, "?bos": 1, **{chr(32 + i): 2 + i for i in range(VOCAB - 2)}}
-    inner = Tokenizer(models.WordLevel(vocab, unk_token="?bos"))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
-
-def drafting(model: Any, **options: Any) -> RetroDraft:
-    return RetroDraft(model, letters(), **{"budget": 12, **options})
-
-
-@contextmanager
-def fed(model: Any) -> Iterator[list[int]]:
-    """The number of tokens of each forward."""
-    lengths: list[int] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        lengths.append(kwargs["input_ids"].shape[1])
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield lengths
-    finally:
-        handle.remove()
-
-
-def plain(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    torch.manual_seed(7)
-    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
-
-
-def turn(session: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    torch.manual_seed(7)
-    return session.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def turns_of_an_agent(last: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -89,8 +39,6 @@ FAMILIES = [
     "mamba2", "qwen3_next", "lfm2",
 ]  # fmt: skip
 SAMPLING = dict(do_sample=True, temperature=1.3, top_k=20, repetition_penalty=1.1)
-GREEDY = dict(do_sample=False)
-PRINTABLE = dict(do_sample=False, suppress_tokens=[0, 1])  # the output can be read as text, and tokenised again
 
 
 @pytest.mark.parametrize(
@@ -322,258 +270,6 @@ def test_least_recently_used_states_go_first() -> None:
         drafting(model, max_kv_bytes=-1)
 
 
-def answered(model: Any, ids: torch.Tensor, count: int = 30) -> str:
-    """What the model will say, as text."""
-    return letters().decode(plain(model, ids, max_new_tokens=count, **PRINTABLE)[0, ids.shape[1] :])
-
-
-def drafts(session: Any) -> dict[str, tuple[int, int]]:
-    """Drafted and accepted tokens of the last call by proposer."""
-    stats = session.stats
-    names = ("session", "workspace", "prediction")
-    return {
-        name: (stats.num_draft_tokens_by_proposer[name], stats.num_accepted_tokens_by_proposer[name]) for name in names
-    }
-
-
-def ask(session: Any, ids: torch.Tensor, count: int = 30) -> dict[str, tuple[int, int]]:
-    """A call; its output is right, and these are its drafts."""
-    assert torch.equal(
-        turn(session, ids, max_new_tokens=count, **PRINTABLE),
-        plain(session._rd.model, ids, max_new_tokens=count, **PRINTABLE),
-    )
-    return drafts(session)
-
-
-def test_namespaces_share_nothing(tmp_path: Path) -> None:
-    model, ids = tiny_llama(), random_prompt(12)
-    text = answered(model, ids)
-    rd = drafting(model)
-    mine, beside, other = rd.session("a", "one"), rd.session("b", "one"), rd.session("a", "two")
-    assert rd.session("a", "one") is mine
-    mine.observe(text)
-    mine.add_file("never-written.txt", text)
-    assert ask(other, ids) == dict.fromkeys(("session", "workspace", "prediction"), (0, 0))
-    rates, rows = other.namespace.calibration.hits.copy(), other.namespace.adjacency.token_probs.copy()
-    start = rd.strategy.adjacency.token_probs.copy()
-    found = ask(beside, ids)
-    assert found["session"][1] > 10 and found["workspace"][1] > 10
-    assert np.array_equal(other.namespace.calibration.hits, rates)
-    assert not np.array_equal(mine.namespace.calibration.hits, rates)
-    assert np.array_equal(other.namespace.adjacency.token_probs, rows)
-    assert not np.array_equal(mine.namespace.adjacency.token_probs, rows)
-    assert np.array_equal(rd.strategy.adjacency.token_probs, start)
-    ask(rd.session("c", "two"), ids)  # who drafts from the other's earlier answer, in their own namespace
-    assert drafts(rd.session("c", "two"))["session"][1] > 10
-    # A call outside of sessions sees none of it.
-    rd.generate(ids, max_new_tokens=30, **PRINTABLE)
-    assert not rd.stats.num_draft_tokens_by_proposer["session"]
-
-
-def test_idle_namespaces_go_beyond_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with many keys: namespaces without open sessions are forgotten, the least recently used ones first."""
-    rd, ids = drafting(tiny_llama()), random_prompt(12)
-    for name in ("one", "two", "three"):
-        ask(rd.session("a", name), ids)
-    one, two = rd.session("a", "one").namespace, rd.session("a", "two").namespace
-    rd.session("a", "one").close()
-    rd.session("a", "two").close()
-    monkeypatch.setattr("retrodraft.sessions.session.MAX_NAMESPACE_BYTES", 5 * one.nbytes // 2)
-    ask(rd.session("a", "three"), ids)
-    assert rd.session("b", "two").namespace is two
-    assert rd.session("b", "one").namespace is not one
-
-
-def test_files_are_followed(tmp_path: Path) -> None:
-    model, ids = tiny_llama(), random_prompt(12)
-    text = answered(model, ids)
-    path = tmp_path / "a.txt"
-    session = drafting(model).session("a")
-    with pytest.raises(ValueError, match="can't be read"):
-        session.add_file(path)
-    path.write_text("nothing of it")
-    session.add_file(path)
-    assert ask(session, ids)["workspace"][1] == 0
-    session.namespace.memory.clear()  # of the answer
-    path.write_text(text)
-    assert ask(session, ids)["workspace"][1] > 10
-    path.write_text("~" * 50)
-    assert ask(session, ids)["workspace"][1] == 0
-    path.write_text(text)
-    assert ask(session, ids)["workspace"][1] > 10
-    session.remove_file(path)
-    assert ask(session, ids)["workspace"] == (0, 0)
-    with pytest.raises(ValueError, match="not in the workspace"):
-        session.remove_file(path)
-    (tmp_path / "b.txt").write_text(text)
-    session.add_folder(tmp_path)
-    assert ask(session, ids)["workspace"][1] > 10
-    shutil.rmtree(tmp_path)
-    assert ask(session, ids)["workspace"] == (0, 0)
-
-
-def test_a_prediction_serves_once() -> None:
-    model, ids = tiny_llama(), random_prompt(12)
-    text = answered(model, ids)
-    rd = drafting(model)
-    session = rd.session("a")
-    session.predict(text)
-    assert ask(session, ids)["prediction"][1] > 20
-    assert ask(session, ids)["prediction"] == (0, 0)
-    other = drafting(model).session("a")
-    other.predict("~" * 40)
-    assert ask(other, ids)["prediction"][1] == 0
-    other.predict("")
-    ask(other, ids)
-    edited = drafting(model).session("a")
-    edited.predict(text[:10] + "~~~" + text[13:])  # found again behind the edit
-    assert ask(edited, ids)["prediction"][1] > 10
-
-
-def test_samples_draft_from_each_other() -> None:
-    """The rows of a call see what the others have written so far, and so do calls that run at the same time."""
-    model, ids = tiny_llama(), random_prompt(12)
-    session = drafting(model).session("a")
-    torch.manual_seed(0)
-    options = dict(do_sample=True, temperature=0.01, max_new_tokens=60)
-    output = session.generate(input_ids=ids, attention_mask=torch.ones_like(ids), num_return_sequences=3, **options)
-    assert output.shape == (3, 72)
-    rd = drafting(model)
-    first, second = rd.session("a"), rd.session("b")
-    seen: list[int] = []
-
-    class Nested(StoppingCriteria):
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-            if not seen and input_ids.shape[1] == 14:
-                seen.append(first.namespace.memory.readers)
-                ask(second, ids, 60)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    turn(first, ids, max_new_tokens=60, stopping_criteria=[Nested()], **PRINTABLE)
-    assert seen == [1] and drafts(first)["session"][1] > 10
-    assert first.turns == second.turns == 1 and first.namespace.memory.readers == 0
-    assert first.stats.num_new_tokens == 60
-
-
-def test_running_calls_are_published() -> None:
-    """A call that began alone shows its text as soon as another one runs beside it."""
-    model = tiny_llama()
-    rd = drafting(model)
-    memory = rd.session("a").namespace.memory
-    row = rd.session("a").new_rows(1)[0]
-    row.begin(np.arange(2, 12, dtype=np.int32), None)
-    emitted = np.arange(20, 60, dtype=np.int32)
-
-    def emit(tokens: Any) -> None:
-        from retrodraft.tree import DraftTree
-
-        for token in tokens:
-            row.commit(DraftTree.root_only(0), [0], np.array([token], np.int32), None)
-
-    emit(emitted[:20])
-    assert len(memory.newer) == 0
-    rd.session("b").new_rows(1)
-    emit(emitted[20:])
-    assert memory.newer.follow(emitted[21:31])[1] == 10
-
-
-def test_saved_sessions_teach_later_ones(tmp_path: Path) -> None:
-    model, ids = tiny_llama(), random_prompt(12)
-    text = answered(model, ids)
-    with drafting(model).session("fix/ü 🙂", "team/α", store=tmp_path) as session:
-        session.observe(text)
-        ask(session, ids)
-    assert session.closed
-    again = drafting(model).session("fix/ü 🙂", "team/α", store=str(tmp_path))
-    assert again.turns == 1 and np.array_equal(again.token_ids, session.token_ids)
-    assert np.array_equal(again.namespace.calibration.hits, session.namespace.calibration.hits)
-    assert ask(again, ids)["session"][1] > 10
-    assert again.save().turns == 2
-    sibling = drafting(model).session("next", "team/α", store=tmp_path)
-    assert sibling.turns == 0 and ask(sibling, ids)["session"][1] > 10
-    stranger = drafting(model).session("next", "team", store=tmp_path)
-    assert ask(stranger, ids)["session"] == (0, 0)
-    with pytest.raises(ValueError, match="is closed"):
-        turn(session, ids, max_new_tokens=5)
-
-
-def test_what_another_process_saved_is_seen_when_it_is_opened(tmp_path: Path) -> None:
-    model, ids = tiny_llama(), random_prompt(12)
-    ours = drafting(model)
-    ours.session("a", store=tmp_path)
-    with drafting(model).session("b", store=tmp_path) as theirs:
-        theirs.observe(answered(model, ids))
-    held = len(ours.session("a").namespace.memory.newer)
-    opened = ours.session("b", store=tmp_path)
-    assert ask(opened, ids)["session"][1] > 10
-    opened.close()
-    grown = len(opened.namespace.memory.newer)
-    assert ours.session("b", store=tmp_path).turns == 1
-    assert len(opened.namespace.memory.newer) == grown > held  # closed and opened again: nothing twice
-
-
-def test_a_store_may_be_named_later(tmp_path: Path) -> None:
-    rd = drafting(tiny_llama())
-    session = rd.session("a")
-    with pytest.raises(ValueError, match="no store"):
-        session.save()
-    assert rd.session("a", store=tmp_path) is session
-    assert session.save().turns == 0
-    assert rd.session("a", store=tmp_path) is session
-    with pytest.raises(ValueError, match="open already"):
-        rd.session("a", store=tmp_path / "other")
-    assert drafting(tiny_llama()).session("a", store=tmp_path).turns == 0  # nothing said yet, and loads
-
-
-def test_sessions_of_other_models_are_refused_by_name(tmp_path: Path) -> None:
-    model = tiny_llama()
-    with drafting(model).session("mine", store=tmp_path) as session:
-        session.observe("x" * 50)
-    wider = drafting(tiny_llama(intermediate_size=128))
-    with pytest.raises(IndexFormatError, match="'mine' was saved with model"):
-        wider.session("mine", store=tmp_path)
-    assert len(wider.session("new", store=tmp_path).namespace.memory.newer) == 0
-    other = letters()
-    other.add_tokens(["zz"])
-    model.resize_token_embeddings(98)
-    model.config.vocab_size = 97
-    with pytest.raises(IndexFormatError, match="'mine' was saved with another tokenizer"):
-        RetroDraft(model, other, budget=4).session("mine", store=tmp_path)
-
-
-def test_a_store_with_foreign_ids_is_refused(tmp_path: Path) -> None:
-    rd = drafting(tiny_llama())
-    origin = rd.session("a")._origin
-    info = {"model_id": origin.model_id, "tokenizer_fingerprint": origin.fingerprint}
-    ids = np.array([5, 97, -1], np.int32)
-    for arrays in ({"texts": ids, "token_ids": ids[:1]}, {"token_ids": ids[:1]}, {"texts": ids[:1].astype(np.int64)}):
-        save_session(tmp_path, "default", "bad", arrays, info)
-        with pytest.raises(IndexFormatError, match="'bad' holds no token ids"):
-            rd.session("bad", store=tmp_path)
-        assert load_saved(tmp_path, "default", "none", origin) is None
-
-
-def test_the_store_may_vanish(tmp_path: Path) -> None:
-    session = drafting(tiny_llama()).session("a", store=tmp_path / "s")
-    session.observe("text")
-    session.save()
-    shutil.rmtree(tmp_path / "s")
-    session.save()
-    assert drafting(tiny_llama()).session("a", store=tmp_path / "s")._texts[0].tolist() == letters()("text").input_ids
-
-
-def test_an_error_is_not_hidden_by_a_store_that_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    rd = drafting(tiny_llama())
-    with pytest.raises(KeyError, match="mine"), pytest.warns(UserWarning, match="could not be saved"):
-        with rd.session("a", store=tmp_path / "file"):
-            raise KeyError("mine")
-    with pytest.raises(OSError):
-        with rd.session("a", store=tmp_path / "file"):
-            pass
-    assert rd.session("a").turns == 0 and not rd.session("a").closed
-
-
 def test_what_is_kept_to_be_saved_is_bounded() -> None:
     session = drafting(tiny_llama()).session("a")
     for _ in range(5):
@@ -688,42 +384,3 @@ def test_a_real_chat(embedded: tuple[Any, Any]) -> None:
         answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
     assert lengths[0] < 30 < ids.shape[1]
-
-
-@pytest.mark.slow
-def test_two_processes_save_into_one_store(tmp_path: Path) -> None:
-    code = """
-import sys
-sys.path.insert(0, {tests!r})
-from test_session import drafting, tiny_llama
-session = drafting(tiny_llama()).session(sys.argv[1], store={store!r})
-for i in range(20):
-    session.observe("turn %d of %s" % (i, sys.argv[1]))
-    session.save()
-"""
-    code = code.format(tests=str(Path(__file__).parent), store=str(tmp_path))
-    running = [subprocess.Popen([sys.executable, "-c", code, name], env=os.environ) for name in ("a", "a", "b")]
-    assert [process.wait(600) for process in running] == [0, 0, 0]
-    rd = drafting(tiny_llama())
-    for name in ("a", "b"):
-        texts = rd.session(name, store=tmp_path)._texts
-        assert letters().decode(texts[-1]) == f"turn 19 of {name}"
-
-
-@pytest.mark.slow
-def test_ten_thousand_turns_stay_flat() -> None:
-    """O16: what a session and its namespace hold is bounded, and the newest text is drafted from to the end."""
-    rd = drafting(tiny_llama())
-    session = rd.session("a")
-    session.namespace.memory.__init__(8 << 20)  # type: ignore[misc]
-    rng = np.random.default_rng(0)
-    held = []
-    for number in range(10_000):
-        text = rng.integers(2, VOCAB, 2000).astype(np.int32)
-        session._add_text(text)
-        if number % 1000 == 999:
-            held.append(session.namespace.memory.nbytes)
-            state, length = session.namespace.memory.newer.follow(text[-40:])
-            assert length == 40
-    assert max(held) < 8 << 20
-    ask(session, random_prompt(12))

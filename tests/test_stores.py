@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_session import letters
+from chats import letters
 from test_tree import bucket, check_order, context_of
 from tiny import random_prompt, repetitive, tiny_llama
 
