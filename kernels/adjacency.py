@@ -15,14 +15,14 @@ and the outcome depends only on the order of the updates.
 
 import numpy as np
 
-from retrodraft.kernels.jit import njit
+from retrodraft.kernels.jit import borrowing_njit
 
 WIDTH = 8
 WAYS = 8
 ONE = 65535.0  # fixed-point 1.0
 
 
-@njit
+@borrowing_njit
 def pair_bucket(first, second, num_slots):
     """First slot of the bucket of a pair."""
     mixed = np.uint64(first) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(second) * np.uint64(0xC2B2AE3D27D4EB4F)
@@ -30,7 +30,7 @@ def pair_bucket(first, second, num_slots):
     return np.int64(mixed % np.uint64(num_slots // WAYS)) * WAYS
 
 
-@njit
+@borrowing_njit
 def find_pair(pair_keys, first, second):
     """Slot of the row of a pair, or -1."""
     key = (np.int64(first) << 32 | np.int64(second)) + 1
@@ -41,7 +41,7 @@ def find_pair(pair_keys, first, second):
     return -1
 
 
-@njit
+@borrowing_njit
 def claim_pair(pair_keys, pair_stamps, pair_ids, first, second, now):
     """Slot of the row of a pair, made empty from the bucket's oldest one where the pair has none yet."""
     slot = find_pair(pair_keys, first, second)
@@ -60,39 +60,40 @@ def claim_pair(pair_keys, pair_stamps, pair_ids, first, second, now):
     return slot
 
 
-@njit
-def blend(row_ids, row_probs, top_ids, top_probs, rate):
-    """Move a row towards new top-k probabilities: (1 - rate) * old + rate * new over the union; the best WIDTH stay."""
-    ids = np.empty(2 * WIDTH, np.int32)
-    probs = np.empty(2 * WIDTH, np.float32)
+@borrowing_njit
+def blend(row_ids, row_probs, top_ids, top_probs, rate, ids, probs):
+    """Move a row towards new top-k probabilities: (1 - rate) * old + rate * new over the union; the best WIDTH stay.
+
+    `ids` int32 and `probs` float32 [2 * WIDTH] are room for the union, which is kept in falling order.
+    """
     size = 0
     if row_ids[0] < 0:
         rate = 1.0
-    for i in range(WIDTH):
-        if row_ids[i] >= 0 and rate < 1.0:
-            ids[size] = row_ids[i]
-            probs[size] = (1.0 - rate) * row_probs[i] / ONE
+    elif rate < 1.0:
+        while size < WIDTH and row_ids[size] >= 0:
+            ids[size] = row_ids[size]
+            probs[size] = (1.0 - rate) * row_probs[size] / ONE
             size += 1
+    num_old = size
     for i in range(min(WIDTH, top_ids.shape[0])):
-        found = -1
-        for j in range(size):
-            if ids[j] == top_ids[i]:
-                found = j
-                break
-        if found < 0:
-            ids[size] = top_ids[i]
-            probs[size] = rate * top_probs[i]
+        token = top_ids[i]
+        prob = np.float32(rate * top_probs[i])
+        place = size
+        if num_old > 0:
+            for j in range(size):
+                if ids[j] == token:
+                    place = j
+                    prob += probs[j]
+                    break
+        if place == size:
             size += 1
-        else:
-            probs[found] += rate * top_probs[i]
+        while place > 0 and prob > probs[place - 1]:
+            ids[place] = ids[place - 1]
+            probs[place] = probs[place - 1]
+            place -= 1
+        ids[place] = token
+        probs[place] = prob
     for i in range(WIDTH):
-        best = -1
-        for j in range(size):
-            if ids[j] >= 0 and (best < 0 or probs[j] > probs[best]):
-                best = j
-        if best < 0:
-            row_ids[i] = -1
-        else:
-            row_ids[i] = ids[best]
-            row_probs[i] = np.uint16(min(ONE, probs[best] * ONE))
-            ids[best] = -1
+        row_ids[i] = ids[i] if i < size else -1
+        if i < size:
+            row_probs[i] = np.uint16(min(ONE, probs[i] * ONE))

@@ -12,20 +12,18 @@ A token's evidence is reduced to a cell number; the calibration table holds, for
 that cell was what the target said. So every store is judged by its outcomes, on one scale, and none by a hand-set
 weight. Cells are laid out as [match, pair, token]:
 
-    match 0..360   0 = no text proposed it, else 1 + ((scope * 2 + shorter) * 6 + length bucket) * 6 + share bucket
+    match 0..432   0 = no text proposed it, else 1 + ((scope * 2 + shorter) * 6 + length bucket) * 6 + share bucket
     pair  0..23    (0 pair row, 1 token row only, 2 neither) * 8 + probability bucket (0 = not among the row's tokens)
     token 0..5     0 = no token row, 1 = not among its tokens, 2..5 probability bucket
 """
 
-import numpy as np
-
 from retrodraft.kernels.adjacency import ONE, WIDTH, find_pair
-from retrodraft.kernels.jit import njit
+from retrodraft.kernels.jit import borrowing_njit
 from retrodraft.kernels.suffix_array import corpus_candidates
 from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN
 
-NUM_SCOPES = 5
-REQUEST, SESSION, WORKSPACE, PREDICTION, GLOBAL = 0, 1, 2, 3, 4
+NUM_SCOPES = 6
+REQUEST, SESSION, WORKSPACE, PREDICTION, GLOBAL, DENSE = 0, 1, 2, 3, 4, 5
 NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * 72, 24, 6
 NUM_CELLS = NUM_MATCH * NUM_PAIR * NUM_TOKEN
 MAX_CANDIDATES = 48  # of one node
@@ -35,8 +33,12 @@ MAX_EDGES = 8  # continuations of one suffix that are looked at, newest first
 FROM_ADJACENCY = 1 << NUM_SCOPES  # who proposed a candidate, as bits; a text of scope s is 1 << s
 CONTEXT = 64  # newest tokens of the text that are kept at hand
 
+# Columns of `found` int32 [NUM_COLUMNS, MAX_CANDIDATES], which `gather` fills; the first three are its answer.
+TOKENS, CELLS, SOURCES, MATCH, MATCH_LENGTH, PAIR, SINGLE = range(7)
+NUM_COLUMNS = 7
 
-@njit
+
+@borrowing_njit
 def _length_bucket(length):
     if length <= 2:
         return length - 1
@@ -47,7 +49,7 @@ def _length_bucket(length):
     return 4 if length <= 16 else 5
 
 
-@njit
+@borrowing_njit
 def _share_bucket(count, total, num_followers):
     if num_followers == 1:
         return min(total, 3) - 1
@@ -57,7 +59,7 @@ def _share_bucket(count, total, num_followers):
     return 4 if share > 0.3 else 5
 
 
-@njit
+@borrowing_njit
 def _pair_bucket(prob):
     if prob > 0.3:
         return 1 if prob > 0.9 else 2 if prob > 0.6 else 3
@@ -66,49 +68,42 @@ def _pair_bucket(prob):
     return 6 if prob > 0.005 else 7
 
 
-@njit
+@borrowing_njit
 def _token_bucket(prob):
     if prob > 0.15:
         return 2 if prob > 0.5 else 3
     return 4 if prob > 0.03 else 5
 
 
-@njit
-def _position(tokens, size, token):
-    for i in range(size):
-        if tokens[i] == token:
-            return i
-    return -1
-
-
-@njit
-def _place(tokens, size, token):
+@borrowing_njit
+def _place(found, size, token):
     """Index of `token` among the candidates, which it may join; -1 where they are full."""
-    found = _position(tokens, size, token)
-    if found < 0 and size < MAX_CANDIDATES and token >= 0:
-        tokens[size] = token
-        return size
-    return found
+    for i in range(size):
+        if found[TOKENS, i] == token:
+            return i
+    if size == MAX_CANDIDATES or token < 0:
+        return -1
+    found[TOKENS, size] = token
+    for column in range(1, NUM_COLUMNS):
+        found[column, size] = 0
+    return size
 
 
-@njit
+@borrowing_njit
 def _offer(scope, shorter, length, count, total, num_followers, token, size, found):
     """Take a text's evidence for `token` if it is the longest match so far; returns the number of candidates."""
-    tokens, match, match_length, sources = found
-    index = _place(tokens, size, token)
+    index = _place(found, size, token)
     if index < 0:
         return size
-    if index == size:
-        sources[index] = 0
-    if index == size or length > match_length[index]:
+    if length > found[MATCH_LENGTH, index]:
         bucket = (scope * 2 + shorter) * 6 + _length_bucket(length)
-        match[index] = 1 + bucket * 6 + _share_bucket(count, total, num_followers)
-        match_length[index] = length
-    sources[index] |= 1 << scope
+        found[MATCH, index] = 1 + bucket * 6 + _share_bucket(count, total, num_followers)
+        found[MATCH_LENGTH, index] = length
+    found[SOURCES, index] |= 1 << scope
     return max(size, index + 1)
 
 
-@njit
+@borrowing_njit
 def _from_automaton(automaton, edges, scope, state, length, size, found):
     """Continuations of the match `state`, `length` and of its shorter suffixes; returns the number of candidates."""
     shorter = 0
@@ -135,78 +130,72 @@ def _from_automaton(automaton, edges, scope, state, length, size, found):
     return size
 
 
-@njit
-def _from_corpora(corpora, spans, context, vocab_size, size, found):
+@borrowing_njit
+def _from_corpora(corpora, spans, context, vocab_size, size, found, followers):
     """Continuations of the longest match in each shard; returns the number of candidates.
 
     `spans` int32 [num_shards] comes with the match lengths of the context without its last token, a bound of what there
-    is to find, and goes with those of the context.
+    is to find, and goes with those of the context. `followers` int32 [2, MAX_EDGES] is room for tokens and counts.
     """
-    tokens = np.empty(MAX_EDGES, np.int32)
-    counts = np.empty(MAX_EDGES, np.int32)
     for shard in range(len(corpora)):
         text, order, keys = corpora[shard]
         span = spans[shard]
         spans[shard] = 0
         if span < 0 or text.shape[0] == 0:
             continue
-        length, total, num_followers = corpus_candidates(text, order, keys, context, context.shape[0], tokens, counts)
+        length, total, num_followers = corpus_candidates(
+            text, order, keys, context, context.shape[0], followers[0], followers[1]
+        )
         spans[shard] = length if length > 0 else -1
         for i in range(num_followers):
-            if tokens[i] < vocab_size:
-                size = _offer(GLOBAL, 0, length, counts[i], total, num_followers, tokens[i], size, found)
+            if followers[0, i] < vocab_size:
+                size = _offer(
+                    GLOBAL, 0, length, followers[1, i], total, num_followers, followers[0, i], size, found
+                )  # fmt: skip
     return size
 
 
-@njit
-def gather(
-    stores, scopes, corpora, rows, states, lengths, spans, context, out_tokens, out_cells, out_sources
-):  # fmt: skip
-    """Candidates to follow a node; returns how many.
+@borrowing_njit
+def gather(stores, scopes, corpora, rows, states, lengths, spans, context, found, followers):
+    """Candidates to follow a node, in the columns TOKENS, CELLS and SOURCES of `found`; returns how many.
 
     `stores[i]` is the (states, edges, table, meta) of the automaton of scope `scopes[i]`, in which the text up to and
-    including the node has the match `states[i]`, `lengths[i]`; `corpora` are (tokens, order, keys), their `spans` as
-    `_from_corpora` says; `rows` are the adjacency tables. `context` int32 [CONTEXT] are the newest tokens, the node's
-    own last, filled up in front with -1. O(1) but for the search in the corpora: orders, edges and rows are bounded.
+    including the node has the match `states[i]`, `lengths[i]`; `corpora` are (tokens, order, keys), their `spans` and
+    `followers` as `_from_corpora` says; `rows` are the adjacency tables. `context` int32 [CONTEXT] are the newest
+    tokens, the node's own last, filled up in front with -1. O(1) but for the search in the corpora: orders, edges and
+    rows are bounded.
     """
-    match = np.zeros(MAX_CANDIDATES, np.int32)
-    match_length = np.zeros(MAX_CANDIDATES, np.int32)
-    pair = np.zeros(MAX_CANDIDATES, np.int32)
-    single = np.zeros(MAX_CANDIDATES, np.int32)
     token_ids, token_probs, pair_keys, _, pair_ids, pair_probs = rows
     previous = context[CONTEXT - 2]
     token = context[CONTEXT - 1]
-    found = (out_tokens, match, match_length, out_sources)
     size = 0
     for i in range(len(stores)):
         if states[i] > 0:
             size = _from_automaton(stores[i][0], stores[i][1], scopes[i], states[i], lengths[i], size, found)
-    size = _from_corpora(corpora, spans, context, token_ids.shape[0], size, found)
+    size = _from_corpora(corpora, spans, context, token_ids.shape[0], size, found, followers)
     slot = find_pair(pair_keys, previous, token) if previous >= 0 else -1
     known = 0 <= token < token_ids.shape[0] and token_ids[token, 0] >= 0
-    from_texts = size
     if slot >= 0:
         for rank in range(WIDTH):
-            index = _place(out_tokens, size, pair_ids[slot, rank])
+            index = _place(found, size, pair_ids[slot, rank])
             if index >= 0:
-                pair[index] = _pair_bucket(pair_probs[slot, rank] / ONE)
+                found[PAIR, index] = _pair_bucket(pair_probs[slot, rank] / ONE)
+                found[SOURCES, index] |= FROM_ADJACENCY
                 size = max(size, index + 1)
     if known:
         for rank in range(WIDTH):
-            index = _place(out_tokens, size, token_ids[token, rank])
+            index = _place(found, size, token_ids[token, rank])
             if index >= 0:
                 prob = token_probs[token, rank] / ONE
-                single[index] = _token_bucket(prob)
+                found[SINGLE, index] = _token_bucket(prob)
+                found[SOURCES, index] |= FROM_ADJACENCY
                 if slot < 0:
-                    pair[index] = _pair_bucket(prob)
+                    found[PAIR, index] = _pair_bucket(prob)
                 size = max(size, index + 1)
     evidence = 0 if slot >= 0 else 1 if known else 2
     for i in range(size):
-        if i >= from_texts:
-            out_sources[i] = FROM_ADJACENCY
-        elif pair[i] > 0 or single[i] > 0:
-            out_sources[i] |= FROM_ADJACENCY
-        if known and single[i] == 0:
-            single[i] = 1
-        out_cells[i] = (match[i] * NUM_PAIR + evidence * 8 + pair[i]) * NUM_TOKEN + single[i]
+        single = found[SINGLE, i]
+        if known and single == 0:
+            single = 1
+        found[CELLS, i] = (found[MATCH, i] * NUM_PAIR + evidence * 8 + found[PAIR, i]) * NUM_TOKEN + single
     return size

@@ -19,6 +19,14 @@ def njit(function: Callable[..., Any], **options: Any) -> Any:
     return compiled
 
 
+def borrowing_njit(function: Callable[..., Any]) -> Any:
+    """`njit` for a kernel that allocates no array and keeps none: their references are not counted.
+
+    Counting is atomic and would take half of the time of a draft tree, whose kernels pass arrays on all the time.
+    """
+    return njit(function, _nrt=False)
+
+
 def reordering_njit(function: Callable[..., Any]) -> Any:
     """`njit` that may reorder sums and maxima of numbers (not NaN), so that they become vector instructions."""
     return njit(function, fastmath={"nnan", "nsz", "reassoc", "contract"}, inline="never")

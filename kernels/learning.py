@@ -3,9 +3,9 @@
 import numpy as np
 
 from retrodraft.kernels import suffix_automaton as sa
-from retrodraft.kernels.adjacency import blend, claim_pair
-from retrodraft.kernels.candidates import CONTEXT, MAX_CANDIDATES, gather
-from retrodraft.kernels.jit import njit
+from retrodraft.kernels.adjacency import WIDTH, blend, claim_pair
+from retrodraft.kernels.candidates import CELLS, CONTEXT, MAX_CANDIDATES, MAX_EDGES, NUM_COLUMNS, TOKENS, gather
+from retrodraft.kernels.jit import borrowing_njit, njit
 
 MAX_TRIALS = 2000.0  # of a cell; then both counts are halved, so that old outcomes fade
 
@@ -22,28 +22,40 @@ def observe(
     top-k after that context (`top_ids[i]`, `top_probs[i]`; a first id of -1 = not known) joins the adjacency rows.
     `context` int32 [CONTEXT], the newest tokens, is moved along, as `states`, `lengths` and `spans` are.
     """
-    cand_tokens = np.empty(MAX_CANDIDATES, np.int32)
-    cand_cells = np.empty(MAX_CANDIDATES, np.int32)
-    cand_sources = np.empty(MAX_CANDIDATES, np.uint8)
+    found = np.empty((NUM_COLUMNS, MAX_CANDIDATES), np.int32)
+    followers = np.empty((2, MAX_EDGES), np.int32)
+    ids = np.empty(2 * WIDTH, np.int32)
+    probs = np.empty(2 * WIDTH, np.float32)
+    return _observe(
+        stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, tokens, start, top_ids, top_probs,
+        rate, now, found, followers, ids, probs,
+    )  # fmt: skip
+
+
+@borrowing_njit
+def _observe(
+    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, tokens, start, top_ids, top_probs,
+    rate, now, found, followers, ids, probs,
+):  # fmt: skip
     automaton, edges, table, meta = stores[0]
     for i in range(start, tokens.shape[0]):
         token = tokens[i]
         added = sa.clone_degree(automaton, edges, table, meta, token)
         if sa.needs_room(automaton, edges, table, meta, added):
             return i
-        found = gather(
-            stores, scopes, corpora, rows, states, lengths, spans, context, cand_tokens, cand_cells, cand_sources
-        )
-        for j in range(found):
-            cell = cand_cells[j]
+        num_found = gather(stores, scopes, corpora, rows, states, lengths, spans, context, found, followers)
+        for j in range(num_found):
+            cell = found[CELLS, j]
             trials[cell] += 1.0
-            if cand_tokens[j] == token:
+            if found[TOKENS, j] == token:
                 hits[cell] += 1.0
             if trials[cell] > MAX_TRIALS:
                 trials[cell] *= 0.5
                 hits[cell] *= 0.5
         if top_ids[i, 0] >= 0:
-            learn_row(rows, context[CONTEXT - 2], context[CONTEXT - 1], top_ids[i], top_probs[i], rate, now)
+            _learn_row(
+                rows, context[CONTEXT - 2], context[CONTEXT - 1], top_ids[i], top_probs[i], rate, now, ids, probs
+            )  # fmt: skip
         sa.append(automaton, edges, table, meta, token, automaton[meta[sa.NEWEST], sa.LENGTH])
         newest_link = automaton[meta[sa.NEWEST], sa.LINK]
         states[0] = newest_link
@@ -53,25 +65,31 @@ def observe(
             state, length = sa.step(other, other_edges, other_table, states[s], lengths[s], token)
             states[s] = state
             lengths[s] = length
-        context[: CONTEXT - 1] = context[1:]
+        for k in range(CONTEXT - 1):
+            context[k] = context[k + 1]
         context[CONTEXT - 1] = token
     return tokens.shape[0]
 
 
-@njit
-def learn_row(rows, previous, token, top_ids, top_probs, rate, now):
+@borrowing_njit
+def _learn_row(rows, previous, token, top_ids, top_probs, rate, now, ids, probs):
     """Blend one top-k of the target, seen after `previous`, `token`, into the rows of the token and of the pair."""
     token_ids, token_probs, pair_keys, pair_stamps, pair_ids, pair_probs = rows
     if token < 0 or token >= token_ids.shape[0]:
         return
-    blend(token_ids[token], token_probs[token], top_ids, top_probs, rate)
+    blend(token_ids[token], token_probs[token], top_ids, top_probs, rate, ids, probs)
     if previous >= 0:
         slot = claim_pair(pair_keys, pair_stamps, pair_ids, previous, token, now)
-        blend(pair_ids[slot], pair_probs[slot], top_ids, top_probs, rate)
+        blend(pair_ids[slot], pair_probs[slot], top_ids, top_probs, rate, ids, probs)
 
 
 @njit
 def learn_rows(rows, previous, tokens, top_ids, top_probs, rate, now):
-    """`learn_row` for each of `tokens` int32 [n], with `previous` int32 [n], ids int32 and probs float32 [n, k]."""
+    """Blend the target's top-k after each of `tokens` int32 [n], with `previous` int32 [n], into the rows.
+
+    `top_ids` int32 and `top_probs` float32 [n, k].
+    """
+    ids = np.empty(2 * WIDTH, np.int32)
+    probs = np.empty(2 * WIDTH, np.float32)
     for i in range(tokens.shape[0]):
-        learn_row(rows, previous[i], tokens[i], top_ids[i], top_probs[i], rate, now)
+        _learn_row(rows, previous[i], tokens[i], top_ids[i], top_probs[i], rate, now, ids, probs)

@@ -16,7 +16,7 @@ Flat arrays, grown by the owner (`retrodraft.index.suffix_automaton`):
 
 import numpy as np
 
-from retrodraft.kernels.jit import njit
+from retrodraft.kernels.jit import borrowing_njit
 
 LENGTH, LINK, HEAD, COUNT, LATEST = 0, 1, 2, 3, 4
 TOKEN, TARGET, NEXT, SOURCE = 0, 1, 2, 3
@@ -26,14 +26,14 @@ NUM_STATES, NUM_EDGES, NUM_ENTRIES, NEWEST = 0, 1, 2, 3
 MAX_CHAIN = 64
 
 
-@njit
+@borrowing_njit
 def _slot(state, token, mask):
     """First table slot to probe for the edge of `state` that carries `token`."""
     mixed = np.uint64(state) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     return np.int64((mixed ^ (mixed >> np.uint64(29))) & np.uint64(mask))
 
 
-@njit
+@borrowing_njit
 def find_edge(states, edges, table, state, token):
     """Edge of `state` that carries `token`, or -1. O(1) expected."""
     head = states[state, HEAD]
@@ -51,7 +51,7 @@ def find_edge(states, edges, table, state, token):
     return -1
 
 
-@njit
+@borrowing_njit
 def insert_entry(edges, table, edge):
     """Enter `edge` into the table, which has room."""
     mask = table.shape[0] - 1
@@ -61,7 +61,7 @@ def insert_entry(edges, table, edge):
     table[slot] = edge
 
 
-@njit
+@borrowing_njit
 def _add_edge(states, edges, table, meta, state, token, target):
     edge = meta[NUM_EDGES]
     meta[NUM_EDGES] += 1
@@ -80,7 +80,7 @@ def _add_edge(states, edges, table, meta, state, token, target):
     meta[NUM_ENTRIES] += 1
 
 
-@njit
+@borrowing_njit
 def append(states, edges, table, meta, token, position):
     """Append `token`, the text's token number `position`. Amortised O(1); the arrays have room (see `needs_room`)."""
     last = meta[NEWEST]
@@ -133,7 +133,7 @@ def append(states, edges, table, meta, token, position):
         state = states[state, LINK]
 
 
-@njit
+@borrowing_njit
 def needs_room(states, edges, table, meta, degree):
     """Whether an append that clones a state of `degree` edges could overflow one of the arrays."""
     return (
@@ -143,7 +143,7 @@ def needs_room(states, edges, table, meta, degree):
     )
 
 
-@njit
+@borrowing_njit
 def clone_degree(states, edges, table, meta, token):
     """Upper bound on the edges that appending `token` adds: the new ones on the chain and a clone's copies."""
     state = meta[NEWEST]
@@ -163,7 +163,7 @@ def clone_degree(states, edges, table, meta, token):
     return added
 
 
-@njit
+@borrowing_njit
 def append_many(states, edges, table, meta, tokens, start, position):
     """Append `tokens[start:]`, the first of which is the text's token number `position`, while there is room.
 
@@ -177,7 +177,7 @@ def append_many(states, edges, table, meta, tokens, start, position):
     return tokens.shape[0]
 
 
-@njit
+@borrowing_njit
 def rebuild_table(edges, table, states, meta):
     """Enter every edge that is not its state's first one into an empty `table`."""
     for edge in range(meta[NUM_EDGES]):
@@ -185,7 +185,7 @@ def rebuild_table(edges, table, states, meta):
             insert_entry(edges, table, edge)
 
 
-@njit
+@borrowing_njit
 def step(states, edges, table, state, length, token):
     """State and match length after `token`: the longest suffix of the matched text plus `token` that occurs."""
     while state >= 0:
@@ -198,7 +198,7 @@ def step(states, edges, table, state, length, token):
     return 0, 0
 
 
-@njit
+@borrowing_njit
 def follow(states, edges, table, tokens):
     """State and length of the longest suffix of `tokens` that occurs; a negative token starts anew."""
     state = 0

@@ -34,34 +34,54 @@ def _sum_exp(row, top):
 
 
 @njit
+def _widen(bits, out):
+    """float32 values of bfloat16 `bits` (int16): the upper half of a float32's bits."""
+    wide = out.view(np.uint32)
+    for i in range(bits.shape[0]):
+        wide[i] = np.uint32(np.uint16(bits[i])) << np.uint32(16)
+
+
+@njit
+def _top_of_row(row, ids, probs):
+    vocab_size = row.shape[0]
+    k = ids.shape[0]
+    size = 0
+    for start in range(0, vocab_size, BLOCK):
+        end = min(start + BLOCK, vocab_size)
+        if size == k and not _block_max(row, start, end) > probs[k - 1]:
+            continue
+        for i in range(start, end):
+            value = row[i]
+            if size == k and not value > probs[k - 1]:
+                continue
+            place = size if size < k else k - 1
+            while place > 0 and value > probs[place - 1]:
+                probs[place] = probs[place - 1]
+                ids[place] = ids[place - 1]
+                place -= 1
+            probs[place] = value
+            ids[place] = i
+            size = min(size + 1, k)
+    top = probs[0]
+    total = _sum_exp(row, top)
+    for rank in range(k):
+        probs[rank] = math.exp(probs[rank] - top) / total
+
+
+@njit
 def top_logits(logits, out_ids, out_probs):
     """Fill `out_ids` int32, `out_probs` float32 [num_positions, k] from `logits` float32 [num_positions, vocab_size].
 
     Most probable first; probabilities are a softmax over the whole vocabulary. Equal logits: the lower id first.
     """
-    vocab_size = logits.shape[1]
-    k = out_ids.shape[1]
-    values = np.empty(k, np.float32)
     for position in range(logits.shape[0]):
-        row = logits[position]
-        ids = out_ids[position]
-        size = 0
-        for start in range(0, vocab_size, BLOCK):
-            end = min(start + BLOCK, vocab_size)
-            if size == k and not _block_max(row, start, end) > values[k - 1]:
-                continue
-            for i in range(start, end):
-                value = row[i]
-                if size == k and not value > values[k - 1]:
-                    continue
-                place = size if size < k else k - 1
-                while place > 0 and value > values[place - 1]:
-                    values[place] = values[place - 1]
-                    ids[place] = ids[place - 1]
-                    place -= 1
-                values[place] = value
-                ids[place] = i
-                size = min(size + 1, k)
-        total = _sum_exp(row, values[0])
-        for rank in range(k):
-            out_probs[position, rank] = math.exp(values[rank] - values[0]) / total
+        _top_of_row(logits[position], out_ids[position], out_probs[position])
+
+
+@njit
+def top_bfloat16_logits(bits, out_ids, out_probs):
+    """`top_logits` of bfloat16 logits, given by their bits: int16 [num_positions, vocab_size]."""
+    row = np.empty(bits.shape[1], np.float32)
+    for position in range(bits.shape[0]):
+        _widen(bits[position], row)
+        _top_of_row(row, out_ids[position], out_probs[position])

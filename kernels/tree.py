@@ -12,31 +12,41 @@ gains most over its price. A deep spine (GOOSE, 2604.02047) appears by itself wh
 
 import numpy as np
 
-from retrodraft.kernels.candidates import CONTEXT, MAX_CANDIDATES, gather
-from retrodraft.kernels.jit import njit
+from retrodraft.kernels.candidates import (
+    CELLS,
+    CONTEXT,
+    MAX_CANDIDATES,
+    MAX_EDGES,
+    NUM_COLUMNS,
+    SOURCES,
+    TOKENS,
+    gather,
+)
+from retrodraft.kernels.jit import borrowing_njit, njit
 from retrodraft.kernels.suffix_automaton import HEAD, step
 
 MIN_PROB = 1e-5  # of a path; below it a node is noise
+NODE, TOKEN, SOURCE = 0, 1, 2  # rows of the heap
 
 
-@njit
-def _push(heap_probs, heap_nodes, heap_tokens, heap_sources, size, prob, node, token, source):
+@borrowing_njit
+def _push(heap_probs, heap, size, prob, node, token, source):
+    """Add an entry to a heap of `size` entries: `heap_probs` and the rows NODE, TOKEN and SOURCE of `heap`."""
     i = size
     while i > 0 and heap_probs[(i - 1) // 2] < prob:
         above = (i - 1) // 2
         heap_probs[i] = heap_probs[above]
-        heap_nodes[i] = heap_nodes[above]
-        heap_tokens[i] = heap_tokens[above]
-        heap_sources[i] = heap_sources[above]
+        for field in range(3):
+            heap[field, i] = heap[field, above]
         i = above
     heap_probs[i] = prob
-    heap_nodes[i] = node
-    heap_tokens[i] = token
-    heap_sources[i] = source
+    heap[NODE, i] = node
+    heap[TOKEN, i] = token
+    heap[SOURCE, i] = source
 
 
-@njit
-def _drop_top(heap_probs, heap_nodes, heap_tokens, heap_sources, size):
+@borrowing_njit
+def _drop_top(heap_probs, heap, size):
     """Remove the top of a heap of `size` entries: its last entry sinks from the top."""
     last = size - 1
     prob = heap_probs[last]
@@ -48,17 +58,15 @@ def _drop_top(heap_probs, heap_nodes, heap_tokens, heap_sources, size):
         if heap_probs[below] <= prob:
             break
         heap_probs[i] = heap_probs[below]
-        heap_nodes[i] = heap_nodes[below]
-        heap_tokens[i] = heap_tokens[below]
-        heap_sources[i] = heap_sources[below]
+        for field in range(3):
+            heap[field, i] = heap[field, below]
         i = below
     heap_probs[i] = prob
-    heap_nodes[i] = heap_nodes[last]
-    heap_tokens[i] = heap_tokens[last]
-    heap_sources[i] = heap_sources[last]
+    for field in range(3):
+        heap[field, i] = heap[field, last]
 
 
-@njit
+@borrowing_njit
 def _cannot_pay(prices, num_nodes, value, prob, best):
     """Whether no larger tree can beat `best`, when each further node adds at most `prob` to `value`."""
     for size in range(num_nodes, prices.shape[0]):
@@ -67,11 +75,11 @@ def _cannot_pay(prices, num_nodes, value, prob, best):
     return True
 
 
-@njit
-def _path_context(tokens, parents, depths, node, context, out):
-    """The newest CONTEXT tokens of the text up to and including a node."""
-    above = min(depths[node], CONTEXT)
-    for i in range(CONTEXT - above):
+@borrowing_njit
+def _path_context(tokens, parents, depths, node, context, width, out):
+    """The newest `width` tokens of the text up to and including a node, at the end of `out` [CONTEXT]."""
+    above = min(depths[node], width)
+    for i in range(CONTEXT - width, CONTEXT - above):
         out[i] = context[i + above]
     for i in range(CONTEXT - 1, CONTEXT - 1 - above, -1):
         out[i] = tokens[node]
@@ -90,22 +98,31 @@ def build(
     The stores, their matches and `context`, which ends with the root, are those of `candidates.gather`.
     `hits` / `trials` (float32 [num_cells]) is the calibrated probability of a candidate's cell.
     """
+    room = prices.shape[0]
+    capacity = MAX_CANDIDATES * room
+    num_nodes = _grow(
+        stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, prices, max_depth, single,
+        tokens, parents, depths, probs, sources,
+        np.zeros((room, len(stores)), np.int32), np.zeros((room, len(stores)), np.int32),
+        np.empty((room, len(corpora)), np.int32), np.empty(CONTEXT, np.int32),
+        np.empty(capacity, np.float32), np.empty((3, capacity), np.int32),
+        np.empty((NUM_COLUMNS, MAX_CANDIDATES), np.int32), np.empty((2, MAX_EDGES), np.int32),
+    )  # fmt: skip
+    spine_first(tokens, parents, depths, probs, sources, num_nodes)
+    return num_nodes
+
+
+@borrowing_njit
+def _grow(
+    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, prices, max_depth, single,
+    tokens, parents, depths, probs, sources,
+    node_states, node_lengths, node_spans, node_context, heap_probs, heap, found, followers,
+):  # fmt: skip
+    """The loop of `build`; nodes are in the order in which they were taken. The last line of arguments is room."""
     max_nodes = prices.shape[0] - 1
     num_stores = len(stores)
-    node_states = np.zeros((max_nodes + 1, num_stores), np.int32)
-    node_lengths = np.zeros((max_nodes + 1, num_stores), np.int32)
-    holds_text = np.empty(num_stores, np.bool_)
-    node_spans = np.empty((max_nodes + 1, len(corpora)), np.int32)
-    node_context = np.empty(CONTEXT, np.int32)
+    width = CONTEXT if len(corpora) > 0 else 2  # of the context that `gather` looks at
     heap_size = 0
-    capacity = MAX_CANDIDATES * (max_nodes + 1)
-    heap_probs = np.empty(capacity, np.float32)
-    heap_nodes = np.empty(capacity, np.int32)
-    heap_tokens = np.empty(capacity, np.int32)
-    heap_sources = np.empty(capacity, np.uint8)
-    cand_tokens = np.empty(MAX_CANDIDATES, np.int32)
-    cand_cells = np.empty(MAX_CANDIDATES, np.int32)
-    cand_sources = np.empty(MAX_CANDIDATES, np.uint8)
     tokens[0] = context[CONTEXT - 1]
     parents[0] = -1
     depths[0] = 0
@@ -114,8 +131,8 @@ def build(
     for i in range(num_stores):
         node_states[0, i] = states[i]
         node_lengths[0, i] = lengths[i]
-        holds_text[i] = stores[i][0][0, HEAD] >= 0
-    node_spans[0] = spans
+    for shard in range(len(corpora)):
+        node_spans[0, shard] = spans[shard]
     num_nodes = 1
     value = 0.0
     best_value = -prices[0]
@@ -123,14 +140,15 @@ def build(
     node = 0
     while num_nodes <= max_nodes:
         if depths[node] < max_depth:
-            _path_context(tokens, parents, depths, node, context, node_context)
-            found = gather(
+            _path_context(tokens, parents, depths, node, context, width, node_context)
+            num_found = gather(
                 stores, scopes, corpora, rows, node_states[node], node_lengths[node], node_spans[node], node_context,
-                cand_tokens, cand_cells, cand_sources,
+                found, followers,
             )  # fmt: skip
             best = -1
-            for i in range(found):
-                prob = probs[node] * hits[cand_cells[i]] / trials[cand_cells[i]]
+            for i in range(num_found):
+                cell = found[CELLS, i]
+                prob = probs[node] * hits[cell] / trials[cell]
                 if prob < MIN_PROB:
                     continue
                 if single:
@@ -138,41 +156,39 @@ def build(
                         best = i
                         heap_probs[0] = prob
                     continue
-                _push(
-                    heap_probs, heap_nodes, heap_tokens, heap_sources, heap_size,
-                    prob, node, cand_tokens[i], cand_sources[i],
-                )  # fmt: skip
+                _push(heap_probs, heap, heap_size, prob, node, found[TOKENS, i], found[SOURCES, i])
                 heap_size += 1
             if best >= 0:
-                heap_nodes[0] = node
-                heap_tokens[0] = cand_tokens[best]
-                heap_sources[0] = cand_sources[best]
+                heap[NODE, 0] = node
+                heap[TOKEN, 0] = found[TOKENS, best]
+                heap[SOURCE, 0] = found[SOURCES, best]
                 heap_size = 1
         if heap_size == 0 or _cannot_pay(prices, num_nodes, value, heap_probs[0], best_value):
             break
-        parent = heap_nodes[0]
+        parent = heap[NODE, 0]
         node = num_nodes
-        tokens[node] = heap_tokens[0]
+        tokens[node] = heap[TOKEN, 0]
         parents[node] = parent
         depths[node] = depths[parent] + 1
         probs[node] = heap_probs[0]
-        sources[node] = heap_sources[0]
-        _drop_top(heap_probs, heap_nodes, heap_tokens, heap_sources, heap_size)
+        sources[node] = heap[SOURCE, 0]
+        _drop_top(heap_probs, heap, heap_size)
         heap_size -= 1
         for i in range(num_stores):
-            if not holds_text[i]:
-                continue
-            automaton, edges, table, _ = stores[i]
-            state, length = step(automaton, edges, table, node_states[parent, i], node_lengths[parent, i], tokens[node])
+            if stores[i][0][0, HEAD] < 0:
+                continue  # it holds no text
+            state, length = step(
+                stores[i][0], stores[i][1], stores[i][2], node_states[parent, i], node_lengths[parent, i], tokens[node]
+            )  # fmt: skip
             node_states[node, i] = state
             node_lengths[node, i] = length
-        node_spans[node] = node_spans[parent]
+        for shard in range(len(corpora)):
+            node_spans[node, shard] = node_spans[parent, shard]
         value += probs[node]
         num_nodes += 1
         if value - prices[num_nodes - 1] > best_value:
             best_value = value - prices[num_nodes - 1]
             best_nodes = num_nodes
-    spine_first(tokens, parents, depths, probs, sources, best_nodes)
     return best_nodes
 
 
@@ -219,7 +235,7 @@ def spine_first(tokens, parents, depths, probs, sources, num_nodes):
         sources[i] = old_sources[node]
 
 
-@njit
+@borrowing_njit
 def ancestor_mask(parents, num_nodes, out):
     """`out[i, j]` (bool, at least [num_nodes, num_nodes]) is whether node j is i or an ancestor of i."""
     out[:num_nodes, :num_nodes] = False

@@ -27,7 +27,7 @@ from retrodraft.folders import cache_folder, keep
 from retrodraft.target import TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
 
-VERSION = 2  # of the measurement; stored curves of another one are not used
+VERSION = 3  # of the measurement; stored curves of another one are not used
 TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens in the forward, the root included
 CONTEXT_LENGTHS = (256, 2048)
 REPEATS = 5
@@ -64,7 +64,7 @@ def measure_cost_curve(
     tree_sizes: tuple[int, ...] = TREE_SIZES,
     repeats: int = REPEATS,
 ) -> CostCurve:
-    """Time verify forwards over chains of random tokens; takes `repeats` interleaved rounds, medians are kept.
+    """Time verify forwards over chains of random tokens, in `repeats` shuffled rounds; medians are kept.
 
     Context lengths that the model's position limit rules out are left out.
     """
@@ -72,12 +72,14 @@ def measure_cost_curve(
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     lengths = [n for n in context_lengths if n + tree_sizes[-1] <= limit] or [max(limit - tree_sizes[-1] - 1, 1)]
     seconds = []
+    shuffled = np.random.default_rng(0)
     with torch.inference_mode(), tree_hooks():
         for length in lengths:
             cache, mask = _filled_cache(model, length), target.prefix_mask()
             rounds: list[list[float]] = [[] for _ in tree_sizes]
             for attempt in range(repeats + 1):
-                for index, size in enumerate(tree_sizes):
+                for index in shuffled.permutation(len(tree_sizes)):  # a large forward leaves a cold cache behind
+                    size = tree_sizes[index]
                     tree = DraftTree.from_nodes(1, [1] * (size - 1), list(range(size - 1)))
                     start = time.perf_counter()
                     logits = target.verify([tree], cache, mask).logits[0]

@@ -163,7 +163,8 @@ def _room(states: torch.Tensor, capacity: int, copy: bool = False) -> torch.Tens
 
     Zeros, since a short row's unused slots take part in attention: masked, but zero times NaN is NaN.
     """
-    buffer = states.new_zeros(*states.shape[:2], max(capacity, states.shape[-2]), states.shape[-1])
+    with torch.inference_mode(False):  # a buffer that grows in a forward is written to outside of it as well
+        buffer = states.new_zeros(*states.shape[:2], max(capacity, states.shape[-2]), states.shape[-1])
     if copy:
         buffer[:, :, : states.shape[-2]] = states
     return buffer

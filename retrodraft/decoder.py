@@ -255,7 +255,7 @@ class RetroDraft:
         top = [self._top(batch.logits(i, output), tree) for i, tree in enumerate(trees)]
         verified = time.perf_counter()
         # 3. accept: walk each tree as far as the target agrees; one more token comes with it
-        acceptances = [batch.walk(i, tree, output) for i, tree in enumerate(trees)]
+        acceptances = [batch.walk(i, tree, output, top[i]) for i, tree in enumerate(trees)]
         # 4. commit: keep the visited nodes' keys and values, forget the others
         batch.commit(acceptances)
         # 5. learn: stores, hit rates and the token rate take the outcome

@@ -154,12 +154,15 @@ class TargetModel:
 
 def top_logits(logits: torch.Tensor, k: int) -> TopLogits:
     """The `k` best entries of each row of `logits` [num_positions, vocab_size], with softmax probabilities."""
-    logits = logits.float()
     k = min(k, logits.shape[-1])
     if logits.device.type == "cpu":
         token_ids, probs = np.empty((len(logits), k), np.int32), np.empty((len(logits), k), np.float32)
-        kernel.top_logits(logits.detach().contiguous().numpy(), token_ids, probs)
+        if logits.dtype == torch.bfloat16:
+            kernel.top_bfloat16_logits(logits.detach().contiguous().view(torch.int16).numpy(), token_ids, probs)
+        else:
+            kernel.top_logits(logits.detach().contiguous().float().numpy(), token_ids, probs)
         return TopLogits(token_ids, probs)
+    logits = logits.float()
     values, indices = logits.topk(k, dim=-1)
     softmax = (values - logits.logsumexp(-1, keepdim=True)).exp()
     return TopLogits(indices.to(torch.int32).cpu().numpy(), softmax.cpu().numpy())

@@ -19,7 +19,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from retrodraft.tree import DraftTree
+from retrodraft.tree import DraftTree, Int32
 
 
 @dataclass(slots=True)
@@ -66,13 +66,19 @@ class Chooser:
         """int64 [1, length]: the prompt and everything emitted."""
         return self._ids[:, : self.length]
 
-    def walk(self, tree: DraftTree, logits: torch.Tensor) -> Acceptance:
-        """Walk `tree` with the target's raw `logits` [num_nodes, vocab_size]; see the module's text."""
-        best = logits[: len(tree)].float().argmax(-1).tolist() if self.plain else None
+    def walk(self, tree: DraftTree, logits: torch.Tensor, best: Int32 | None = None) -> Acceptance:
+        """Walk `tree` with the target's raw `logits` [num_nodes, vocab_size]; see the module's text.
+
+        `best`, where it is known, is the first token of the largest logit at each node.
+        """
+        if not self.plain:
+            best = None
+        elif best is None:
+            best = logits[: len(tree)].float().argmax(-1).cpu().numpy()
         outcome = Acceptance()
         node = 0
         while node >= 0:
-            token = best[node] if best is not None else self._choose(logits[node : node + 1])
+            token = int(best[node]) if best is not None else self._choose(logits[node : node + 1])
             outcome.path.append(node)
             outcome.token_ids.append(token)
             self._append(token)
