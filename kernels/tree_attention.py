@@ -26,6 +26,7 @@ class TreeLayout:
         self.lengths, self.depths, self.ancestors = lengths, depths, ancestors
         self.num_nodes = depths.shape[1]
         self.prefix_mask = prefix_mask
+        self.group_masks: dict[int, torch.Tensor] = {}  # by `id` of the mask that each was made of
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -48,6 +49,32 @@ def tree_mask_function(layout: TreeLayout, mask_function: MaskFunction, query_of
         return allowed & visible
 
     return inner
+
+
+def grouped_attention(
+    layout: TreeLayout,
+    query: torch.Tensor,  # [batch_size, num_heads, num_nodes, head_dim]
+    key: torch.Tensor,  # [batch_size, num_kv_heads, num_keys, head_dim]
+    value: torch.Tensor,
+    mask: torch.Tensor,  # [batch_size or 1, 1, num_nodes, num_keys]
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention [batch_size, num_nodes, num_heads, head_dim] in which a group's query heads read their keys once.
+
+    The group is laid out along the queries. Repeating keys and values for each query head instead, as transformers does
+    under a mask, copies the whole cache at every layer.
+    """
+    batch_size, num_heads, num_nodes, _ = query.shape
+    num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    if id(mask) not in layout.group_masks:
+        layout.group_masks[id(mask)] = mask.repeat(1, 1, group, 1)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(batch_size, num_kv_heads, group * num_nodes, query.shape[-1]),
+        key, value, attn_mask=layout.group_masks[id(mask)], scale=scale,
+    )  # fmt: skip
+    output = output.view(batch_size, num_heads, num_nodes, value.shape[-1])
+    return output.transpose(1, 2).contiguous()
 
 
 class PrefixMask:

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import masking_utils
-from transformers.integrations import sdpa_attention
+from transformers import masking_utils, modeling_utils
 
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
 from retrodraft.kernels import top_logits as kernel
-from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, tree_mask_function
+from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, grouped_attention, tree_mask_function
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
 
@@ -31,7 +30,9 @@ HARVEST_SHARE = 1 / 16  # of the weights that decoding reads: what the output he
 _local = threading.local()  # .layout: the trees of the forward that this thread is in
 _hooks_lock = threading.Lock()
 _hooks_held = 0
-_plain_use_gqa = sdpa_attention.use_gqa_in_sdpa
+_plain: list[tuple[Any, str, Any]] = []  # what the hooks stand in for: registry, name, function
+_MASKS, _ATTENTION = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS
+_BEYOND_MASKS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")  # that attention may take
 
 
 def _tree_mask(plain: Any) -> Any:
@@ -51,34 +52,45 @@ def _tree_mask(plain: Any) -> Any:
     return build
 
 
-def _use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
-    # Without it transformers repeats the whole cache once for each query head, at every layer of every forward. On the
-    # GPU a masked grouped query would fall to the slow math kernel, so there its own choice stands.
-    if key.device.type == "cpu" and getattr(_local, "layout", None) is not None:
-        return True
-    return bool(_plain_use_gqa(attention_mask, key, value))
+def _tree_attention(plain: Any) -> Any:
+    """An attention function that behaves as `plain` where it is not about a tree and grouped query heads."""
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **kwargs: Any
+    ) -> Any:
+        layout: TreeLayout | None = getattr(_local, "layout", None)
+        if (
+            layout is None or attention_mask is None or attention_mask.shape[1] != 1 or query.shape[1] == key.shape[1]
+            or query.shape[2] != layout.num_nodes or kwargs.get("dropout")
+            or any(kwargs.get(name) is not None for name in _BEYOND_MASKS)
+        ):  # fmt: skip
+            return plain(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return grouped_attention(layout, query, key, value, attention_mask, scaling), None
+
+    return attend
 
 
 @contextlib.contextmanager
 def tree_hooks() -> Iterator[None]:
-    """Let mask builders see the thread's trees; nested and concurrent uses share one installation."""
+    """Let mask builders and attention see the thread's trees; nested and concurrent uses share one installation."""
     global _hooks_held
-    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     with _hooks_lock:
         _hooks_held += 1
         if _hooks_held == 1:
             for name in ("sdpa", "eager", "flex_attention"):
-                masks[name] = _tree_mask(masks[name])
-            sdpa_attention.use_gqa_in_sdpa = _use_gqa
+                _plain.append((_MASKS, name, _MASKS[name]))
+                _MASKS[name] = _tree_mask(_MASKS[name])
+            _plain.append((_ATTENTION, "sdpa", _ATTENTION["sdpa"]))
+            _ATTENTION["sdpa"] = _tree_attention(_ATTENTION["sdpa"])
     try:
         yield
     finally:
         with _hooks_lock:
             _hooks_held -= 1
             if _hooks_held == 0:
-                for name in ("sdpa", "eager", "flex_attention"):
-                    del masks[name]
-                sdpa_attention.use_gqa_in_sdpa = _plain_use_gqa
+                for registry, name, function in _plain:
+                    registry[name] = function
+                _plain.clear()
 
 
 class TargetModel:
