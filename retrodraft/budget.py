@@ -34,6 +34,7 @@ REPEATS = 5
 HARVEST_WIDTH = 8
 CONTEXT_STEP = 128  # prices are interpolated anew each time the context has grown by this much
 MAX_NODES = TREE_SIZES[-1] - 1
+PADDING_GAIN = 0.95  # share of a forward's time below which a larger one replaces it
 RATE_DECAY = 0.97  # the rate remembers about the last 30 steps
 
 
@@ -46,16 +47,33 @@ class CostCurve:
     seconds: list[list[float]]  # [len(context_lengths)][len(tree_sizes)]
 
     def relative(self, context_length: int) -> npt.NDArray[np.float64]:
-        """Cost of a forward over the root and 0, 1, … MAX_NODES nodes; plain decoding is 1. Rises with the nodes."""
+        """Cost of a forward over the root and 0, 1, … MAX_NODES nodes; plain decoding is 1. Rises with the nodes.
+
+        A forward is padded where more tokens were measured to be cheaper (see `padded`).
+        """
+        curve = self._at(context_length)
+        cheapest = np.minimum.accumulate(curve[::-1])[::-1]
+        return np.asarray(np.maximum(np.concatenate([curve[:1], cheapest[1:]]) / curve[0], 1.0))
+
+    def padded(self, context_length: int) -> npt.NDArray[np.int64]:
+        """To how many tokens a forward of 1, 2, … tokens is best padded: matrix kernels like some sizes better."""
+        curve = self._at(context_length)
+        sizes = np.arange(1, len(curve) + 1)
+        for index in range(len(curve) - 2, 0, -1):  # plain decoding's forward stays as it is
+            larger = sizes[index + 1] - 1
+            if PADDING_GAIN * curve[index] > curve[larger]:
+                sizes[index] = sizes[index + 1]
+        return sizes
+
+    def _at(self, context_length: int) -> npt.NDArray[np.float64]:
+        """Seconds of a forward over 1, 2, … tokens, by straight lines between what was measured."""
         sizes = np.arange(1, self.tree_sizes[-1] + 1)
-        curves = [np.interp(sizes, self.tree_sizes, np.maximum.accumulate(row)) for row in self.seconds]
-        if len(curves) > 1:
-            low, high = self.context_lengths[0], self.context_lengths[-1]
-            share = min(max((context_length - low) / (high - low), 0.0), 4.0)
-            curve = np.maximum.accumulate(curves[0] + share * (curves[-1] - curves[0]))
-        else:
-            curve = curves[0]
-        return np.asarray(curve / curve[0])
+        curves = [np.interp(sizes, self.tree_sizes, row) for row in self.seconds]
+        if len(curves) == 1:
+            return curves[0]
+        low, high = self.context_lengths[0], self.context_lengths[-1]
+        share = min(max((context_length - low) / (high - low), 0.0), 4.0)
+        return np.asarray(curves[0] + share * np.maximum(curves[-1] - curves[0], 0.0))  # a context never makes faster
 
 
 def measure_cost_curve(
@@ -135,6 +153,7 @@ class Budget:
     def __init__(self, fixed: int | None, curve: CostCurve | None) -> None:
         self._fixed, self._curve = fixed, curve
         self._relative: dict[int, npt.NDArray[np.float64]] = {}
+        self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -146,6 +165,16 @@ class Budget:
         if self._fixed is not None or self._curve is None:
             return np.zeros(min(self._fixed or 0, room) + 1)
         return (self._costs(context_length)[: room + 1] - 1.0) * (self._tokens / self._cost)
+
+    def forward_size(self, context_length: int, tokens: int) -> int:
+        """How many tokens a forward over a tree of so many is best padded to."""
+        if self._fixed is not None or self._curve is None:
+            return tokens
+        step = context_length // CONTEXT_STEP
+        if step not in self._sizes:
+            self._sizes[step] = self._curve.padded(step * CONTEXT_STEP)
+        sizes = self._sizes[step]
+        return int(sizes[tokens - 1]) if tokens <= len(sizes) else tokens
 
     def learn(self, context_length: int, nodes: int, tokens: int) -> None:
         """A row's forward over `nodes` draft nodes emitted `tokens`."""

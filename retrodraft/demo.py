@@ -12,14 +12,22 @@ from rich.table import Table
 
 from retrodraft.workloads import render_prompt
 
-PROMPT = """Rewrite this function so that it also returns the position of the maximum. Give the whole function.
+PROMPT = """Add a method `transfer` to this class. Give the whole class.
 
-def find_maximum(values):
-    maximum = values[0]
-    for value in values:
-        if value > maximum:
-            maximum = value
-    return maximum
+class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance += amount
+        return self.balance
+
+    def withdraw(self, amount):
+        if amount > self.balance:
+            raise ValueError("insufficient funds")
+        self.balance -= amount
+        return self.balance
 """
 
 

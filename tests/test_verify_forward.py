@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tiny import random_prompt, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils, modeling_utils
 
 from retrodraft import RetroDraft
+from retrodraft.budget import TREE_SIZES, CostCurve, store_cost_curve
 from retrodraft.capabilities import probe
 from retrodraft.kernels.tree_attention import TreeLayout, grouped_attention
 from retrodraft.target import tree_hooks
@@ -88,3 +90,23 @@ def test_flex_attention_on_the_cpu_is_left_to_plain_generate() -> None:
     verdict = probe(LlamaForCausalLM(config))
     assert verdict.mode == "plain"
     assert "flex attention" in verdict.reason
+
+
+def test_padded_forwards_give_the_same_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where 12 tokens are measured to be faster than 2 to 8, no forward in between is made."""
+    monkeypatch.setenv("RETRODRAFT_CACHE", str(tmp_path))
+    model, prompt = tiny_llama(0), random_prompt(20)
+    seconds = [{1: 1.0, 12: 1.1}.get(size, 9.0) for size in TREE_SIZES]
+    store_cost_curve(model, CostCurve([256], list(TREE_SIZES), [seconds]))
+    expected = model.generate(prompt, max_new_tokens=40, do_sample=False)
+    rd = RetroDraft(model)  # its probe makes forwards of other sizes
+    sizes: set[int] = set()
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        assert torch.equal(rd.generate(prompt, max_new_tokens=40, do_sample=False), expected)
+    finally:
+        handle.remove()
+    assert rd.stats.num_accepted_tokens > 0
+    assert 12 in sizes and not sizes & set(range(2, 12))  # 20 is the prompt
