@@ -5,7 +5,8 @@
 
 The corpus is the text of the Python installation (standard library and installed packages); one file in twenty is held
 out for the contexts that are looked up. Sorting and writing run on one core, tokenising on all. Where draftretriever is
-not installed its columns are left out.
+not installed its columns are left out. Last come texts that are hard to sort or to read, and by how much more than four
+times as long building takes when they become four times as large (1 is linear).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from retrodraft.index.corpus import CorpusIndex, Document
 from retrodraft.index.files import find_files
-from retrodraft.index.ingest import IngestReport, read_texts, tokenize
+from retrodraft.index.ingest import IngestReport, Text, read_texts, tokenize
 from retrodraft.kernels import suffix_array as kernel
 from retrodraft.kernels.suffix_sorting import suffix_array
 
@@ -120,6 +121,7 @@ def ours(documents: list[Document], held: Int32, folder: Path) -> dict[str, Any]
         "build_seconds": build_seconds,
         "build_us_per_token": 1e6 * build_seconds / corpus.num_tokens,
         "bytes_per_token": corpus.nbytes / corpus.num_tokens,
+        "open_seconds": min(timed(lambda: CorpusIndex.open(folder))[0] for _ in range(5)),
         "lookup_16_top_8": time_each(
             lambda context: kernel.corpus_candidates(*shard, context, 16, tokens, counts), fresh
         ),
@@ -130,6 +132,41 @@ def ours(documents: list[Document], held: Int32, folder: Path) -> dict[str, Any]
             lambda context: corpus.continuations(corpus.match(context)), fresh[:5000]
         ),
     }  # fmt: skip
+
+
+def worst_cases(tokenizer: Any, folder: Path) -> dict[str, dict[str, float]]:
+    """Building time of hard texts; the line is tokenised as well."""
+    rng = np.random.default_rng(2)
+    file = rng.integers(0, 40_000, 4000).astype(np.int32)
+
+    def fibonacci(size: int) -> Int32:
+        shorter, longer = np.zeros(1, np.int32), np.array([0, 1], np.int32)
+        while len(longer) < size:
+            shorter, longer = longer, np.concatenate([longer, shorter])
+        return longer[:size]
+
+    def line(size: int) -> Iterator[Document]:
+        text = ",".join(map(str, rng.integers(0, 10**6, size // 6).tolist()))[:size]
+        yield from tokenize([Text("line", text)], tokenizer, IngestReport())
+
+    cases: dict[str, tuple[Callable[[int], Any], int]] = {
+        "one token again and again": (lambda size: [np.zeros(size, np.int32)], 4_000_000),
+        "Fibonacci word": (lambda size: [fibonacci(size)], 4_000_000),
+        "one line of 5 MB": (line, 5_000_000),
+        "1,000 equal files of 4,000 tokens": (lambda size: [file] * size, 1000),
+        "2,000,000 documents of 3 tokens": (lambda size: list(file[:3000].reshape(-1, 3)) * (size // 1000), 2_000_000),
+    }
+    found = {}
+    for name, (make, size) in cases.items():
+        quarter, whole = (
+            min(timed(lambda: CorpusIndex.build(make(n), folder))[0] for _ in range(2))  # noqa: B023
+            for n in (size // 4, size)
+        )
+        corpus = CorpusIndex.open(folder)
+        found[name] = {
+            "build_seconds": whole, "build_us_per_token": 1e6 * whole / corpus.num_tokens, "growth": whole / quarter / 4
+        }  # fmt: skip
+    return found
 
 
 def rest(documents: list[Document], held: Int32, file: Path) -> dict[str, Any]:
@@ -172,7 +209,8 @@ def main() -> None:
     options = parser.parse_args()
     from retrodraft.models import load_tokenizer
 
-    documents, held_documents, tokenising = collect(options.folders, load_tokenizer(options.tokenizer), options.tokens)
+    tokenizer = load_tokenizer(options.tokenizer)
+    documents, held_documents, tokenising = collect(options.folders, tokenizer, options.tokens)
     held = np.concatenate([np.asarray(document.token_ids) for document in held_documents]).astype(np.int32)
     num_tokens = sum(len(document.token_ids) for document in documents)
     results: dict[str, Any] = {"num_tokens": num_tokens, "num_documents": len(documents), "tokenising": tokenising}
@@ -183,6 +221,8 @@ def main() -> None:
         results["retrodraft"]["peak_bytes_per_token"] = peak_bytes(folder / "tokens", folder / "b.index")
         if importlib.util.find_spec("draftretriever"):
             results["draftretriever"] = rest(documents, held, folder / "rest.idx")
+        del documents
+        results["worst_cases"] = worst_cases(tokenizer, folder / "c.index")
     if options.output:
         options.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
     print(json.dumps(results, indent=1))

@@ -105,9 +105,16 @@ class CorpusIndex:
 
     @classmethod
     def merge(cls, paths: Sequence[Path | str], path: Path | str) -> CorpusIndex:
-        """Write the shards of several corpora as one corpus; raises ValueError where their tokenizers differ."""
+        """Write the shards of several corpora as one corpus.
+
+        Raises:
+            ValueError: no corpora are given, their tokenizers differ, or `path` is one of them.
+        """
         if not paths:
             raise ValueError("merge needs at least one corpus")
+        for source in paths:
+            if Path(path).exists() and Path(source).exists() and Path(path).samefile(source):
+                raise ValueError(f"{path} is one of the corpora to merge; name another folder for the result")
         corpora = [cls.open(source) for source in paths]
         for corpus in corpora[1:]:
             if corpus.fingerprint != corpora[0].fingerprint:
@@ -248,26 +255,19 @@ class CorpusIndex:
                 yield Document(tokens[start:end], self._name(number, index))
                 start = end + 1
 
-    def document_at(self, position: int) -> Occurrence:
-        """The document that holds a position of the whole corpus, as `offset + order[i]` gives it, and where in it."""
-        if not 0 <= position < self._num_positions:
-            raise ValueError(f"position must be from 0 to {self._num_positions - 1}, got {position}")
-        offset, number = self._offsets.peekitem(self._offsets.bisect_right(position) - 1)
-        return self._occurrence(number, position - offset)
-
     def following(self, position: int, num_tokens: int) -> Int32:
         """Up to `num_tokens` tokens behind a position of the whole corpus, of the same document."""
         if not 0 <= position < self._num_positions:
             raise ValueError(f"position must be from 0 to {self._num_positions - 1}, got {position}")
         offset, number = self._offsets.peekitem(self._offsets.bisect_right(position) - 1)
         start = position - offset + 1
-        tokens = self.arrays[number][0][start : start + num_tokens]
+        tokens: Int32 = self.arrays[number][0][start : start + num_tokens]
         borders = np.flatnonzero(tokens < 0)
-        return tokens[: borders[0]] if len(borders) else tokens
+        return tokens[: int(borders[0]) if len(borders) else len(tokens)]
 
     def _occurrence(self, number: int, position: int) -> Occurrence:
         borders = self._store.arrays[f"borders-{number}"]
-        index = int(np.searchsorted(borders, position))
+        index = min(int(np.searchsorted(borders, position)), len(borders) - 1)  # beyond the last one only if damaged
         start = int(borders[index - 1]) + 1 if index else 0
         return Occurrence(self._name(number, index), position + 1 - start)
 
@@ -364,6 +364,8 @@ def _check_shards(store: Store) -> None:
         if not isinstance(shard, dict) or any(type(shard.get(fact)) is not int for fact in facts):
             raise IndexFormatError(f"{store.folder}: shard {number} of the manifest is damaged")
         size, documents = shard["num_positions"], shard["num_documents"]
+        if not 1 <= documents <= size:
+            raise IndexFormatError(f"{store.folder}: shard {number} has {documents} documents in {size} positions")
         expected = {
             "tokens": (np.int32, size), "order": (np.int32, size), "keys": (np.int64, -(-size // kernel.STRIDE)),
             "borders": (np.int32, documents), "names": (np.uint8, None), "name_ends": (np.int64, documents),

@@ -147,37 +147,62 @@ class StoreWriter:
 def writing(folder: Path | str) -> Iterator[StoreWriter]:
     """Be the only writer of a folder, which is made if need be; without `commit` nothing changes.
 
+    A store that is damaged, or of another version, can be replaced; it stays as it is until then.
+
     Raises:
         ValueError: the folder holds something that is not a store.
         IndexBusyError: another process is writing, for LOCK_SECONDS already.
     """
     folder = Path(folder)
     _check_target(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / LOCK).is_symlink():
-        raise IndexFormatError(f"{folder / LOCK} is a link; remove it")
+    is_new = not folder.exists()
+    lock = _acquired(folder)
     try:
-        with FileLock(str(folder / LOCK), timeout=LOCK_SECONDS):
-            _check_target(folder)
-            present = _referenced(folder)
-            _remove_strays(folder, present)
-            writer = StoreWriter(folder)
-            try:
-                yield writer
-            finally:
-                _remove_strays(folder, _referenced(folder))
-    except Timeout as error:
-        raise IndexBusyError(f"{folder}: another process has been writing for {LOCK_SECONDS:.0f} s") from error
+        _check_target(folder)
+        _tidy(folder)
+        yield StoreWriter(folder)
+    finally:
+        _tidy(folder)
+        is_store_now = (folder / MANIFEST).exists()
+        if not is_store_now:  # a first build has failed: others who wait for the lock make it anew
+            with suppress(OSError):
+                (folder / LOCK).unlink()
+        lock.release()
+        if is_new and not is_store_now:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _acquired(folder: Path) -> FileLock:
+    """The folder, made if need be, and its lock, held."""
+    for _ in range(READ_ATTEMPTS):
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / LOCK).is_symlink():
+            raise IndexFormatError(f"{folder / LOCK} is a link; remove it")
+        lock = FileLock(str(folder / LOCK), timeout=LOCK_SECONDS)
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise IndexBusyError(f"{folder}: another process has been writing for {LOCK_SECONDS:.0f} s") from error
+        except FileNotFoundError:
+            continue  # another writer has failed meanwhile, and has taken its folder away
+        return lock
+    raise IndexBusyError(f"{folder} was removed {READ_ATTEMPTS} times while its lock was being taken")
 
 
 def is_store(folder: Path | str) -> bool:
     """Whether a folder is a store, or what a killed build left of one; nothing else is checked."""
     names = os.listdir(folder)
     if MANIFEST in names:
-        with suppress(OSError, IndexFormatError), open(_open(Path(folder), MANIFEST), "rb") as file:
-            return f'"{FORMAT}"'.encode() in file.read(100)
-        return False
+        return _names_format(Path(folder))
     return LOCK in names and all(name == LOCK or _STRAY.fullmatch(name) for name in names)
+
+
+def _names_format(folder: Path) -> bool:
+    """Whether the folder's manifest begins as one of this format, whatever its version and state."""
+    with suppress(OSError, IndexFormatError), open(_open(folder, MANIFEST), "rb") as file:
+        return f'"{FORMAT}"'.encode() in file.read(100)
+    return False
 
 
 def _check_target(folder: Path) -> None:
@@ -186,18 +211,28 @@ def _check_target(folder: Path) -> None:
         raise ValueError(f"{folder} is a link to nothing")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; a store is a folder")
-    if not folder.is_dir() or (folder / MANIFEST).exists():
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:  # perhaps just now: a first build that fails takes its folder away
         return
-    foreign = [path.name for path in folder.iterdir() if path.name != LOCK and not _STRAY.fullmatch(path.name)]
+    if MANIFEST in names:
+        if not _names_format(folder):
+            raise ValueError(f"{folder / MANIFEST} is not the manifest of a store; name a new or empty folder for one")
+        return
+    foreign = [name for name in names if name != LOCK and not _STRAY.fullmatch(name)]
     if foreign:
         raise ValueError(f"{folder} holds other files ({foreign[0]!r}); name a new or empty folder for the store")
 
 
-def _referenced(folder: Path) -> set[str]:
-    """Files of the store that is in the folder now, whatever its kind."""
-    if not (folder / MANIFEST).exists():
-        return set()
-    return {entry["file"] for entry in _read_manifest(folder, None)["files"].values()}
+def _tidy(folder: Path) -> None:
+    """Remove array files that the folder's manifest does not name; none where it can't be read."""
+    referenced: set[str] = set()
+    if (folder / MANIFEST).exists():
+        try:
+            referenced = {entry["file"] for entry in _read_manifest(folder, None)["files"].values()}
+        except IndexFormatError:
+            return
+    _remove_strays(folder, referenced)
 
 
 def _remove_strays(folder: Path, referenced: set[str]) -> None:

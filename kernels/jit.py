@@ -1,14 +1,21 @@
 """`njit` for every kernel: compiled code is kept on disk where that is possible, and its loss is never fatal."""
 
+import hashlib
 import pickle  # for the name of an error: numba's own cache files are pickles
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
 
+# Numba asks a kernel's own file alone whether its compiled code is out of date; but that holds code of the kernels
+# that it calls, too: all files count.
+SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+
 
 def njit(function: Callable[..., Any], **options: Any) -> Any:
     """`numba.njit(cache=True, nogil=True)` that also works without a writable folder and over a damaged cache."""
+    options.setdefault("_nrt", True)  # else it is inherited from a borrowing kernel that compiles this one first
     try:
         compiled = numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # no folder can hold the cache: compile anew in each process
@@ -33,7 +40,10 @@ def reordering_njit(function: Callable[..., Any]) -> Any:
 
 
 def _guard(cache: Any) -> None:
-    """Let a file that can't be read count as absent, and one that can't be written as not needed."""
+    """Let a file that can't be read count as absent, one that can't be written as not needed, and an old one as old."""
+    file = getattr(cache, "_cache_file", None)
+    if file is not None:
+        file._source_stamp = (file._source_stamp, SOURCES)
     load, save = cache.load_overload, cache.save_overload
 
     def load_overload(signature: Any, context: Any) -> Any:

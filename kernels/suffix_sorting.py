@@ -129,10 +129,10 @@ def _reduce(text, array):
     if num_lms > 1:
         table = _counts(text)
         _to_starts(table)
-        _sweep_l_substrings(text, array, table)
+        _sweep_l(text, array, table, False)
         table = _counts(text)
         _to_ends(table)
-        _sweep_s_substrings(text, array, table)
+        _sweep_s(text, array, table, False)
         found = 0
         for i in range(n):
             if array[i] < 0:
@@ -146,10 +146,11 @@ def _reduce(text, array):
 
 
 @njit
-def _sweep_l_substrings(text, array, table):
-    """Induce L from LMS, by substrings; afterwards only the L positions behind an S one are left.
+def _sweep_l(text, array, table, final):
+    """Induce L from LMS, by substrings or (`final`) suffixes; a negative entry (`~position`) waits for `_sweep_s`.
 
-    A negative entry (`~position`) has an S predecessor and waits for the other sweep.
+    Afterwards only the L positions behind an S one are positive; of the others, substrings leave nothing and suffixes
+    `~position`.
     """
     n = text.shape[0]
     last = n - 1  # induced by the end of the text
@@ -163,8 +164,8 @@ def _sweep_l_substrings(text, array, table):
             if ahead > 0:
                 prefetch(array, np.int64(table[text[ahead - 1] + 1]))
         position = array[i]
+        array[i] = ~position if final or position < 0 else 0
         if position > 0:
-            array[i] = 0
             position -= 1
             token = text[position]
             slot = table[token + 1]
@@ -172,13 +173,14 @@ def _sweep_l_substrings(text, array, table):
             if position > 0 and text[position - 1] < token:
                 position = ~position
             array[slot] = position
-        elif position < 0:
-            array[i] = ~position
 
 
 @njit
-def _sweep_s_substrings(text, array, table):
-    """Induce S from L, by substrings; afterwards only the LMS positions are left, as `~position`."""
+def _sweep_s(text, array, table, final):
+    """Induce S from L, by substrings or (`final`) suffixes.
+
+    Afterwards substrings leave only the LMS positions, as `~position`; of suffixes every entry is a position.
+    """
     n = text.shape[0]
     for i in range(n - 1, -1, -1):
         if i >= 2 * AHEAD:
@@ -188,14 +190,17 @@ def _sweep_s_substrings(text, array, table):
                 prefetch(array, np.int64(table[text[ahead - 1] + 1]) - 1)
         position = array[i]
         if position > 0:
-            array[i] = 0
+            if not final:
+                array[i] = 0
             position -= 1
             token = text[position]
             slot = table[token + 1] - 1
             table[token + 1] = slot
-            if position > 0 and text[position - 1] > token:
+            if text[position - 1] > token if position > 0 else final:
                 position = ~position
             array[slot] = position
+        elif final:
+            array[i] = ~position
 
 
 @njit
@@ -279,56 +284,7 @@ def _expand(text, array, num_lms, sorted_positions):
         array[table[text[position] + 1]] = position
     table = _counts(text)
     _to_starts(table)
-    _sweep_l(text, array, table)
+    _sweep_l(text, array, table, True)
     table = _counts(text)
     _to_ends(table)
-    _sweep_s(text, array, table)
-
-
-@njit
-def _sweep_l(text, array, table):
-    """Induce L from LMS suffixes; afterwards an L position behind an S one is positive, any other entry negative."""
-    n = text.shape[0]
-    last = n - 1
-    slot = table[text[last] + 1]
-    table[text[last] + 1] += 1
-    array[slot] = ~last if text[last - 1] < text[last] else last
-    for i in range(n):
-        if i + 2 * AHEAD < n:
-            prefetch(text, np.int64(array[i + 2 * AHEAD]) - 1)
-            ahead = array[i + AHEAD]
-            if ahead > 0:
-                prefetch(array, np.int64(table[text[ahead - 1] + 1]))
-        position = array[i]
-        array[i] = ~position
-        if position > 0:
-            position -= 1
-            token = text[position]
-            slot = table[token + 1]
-            table[token + 1] = slot + 1
-            if position > 0 and text[position - 1] < token:
-                position = ~position
-            array[slot] = position
-
-
-@njit
-def _sweep_s(text, array, table):
-    """Induce S from L suffixes, and turn every entry into a position."""
-    n = text.shape[0]
-    for i in range(n - 1, -1, -1):
-        if i >= 2 * AHEAD:
-            prefetch(text, np.int64(array[i - 2 * AHEAD]) - 1)
-            ahead = array[i - AHEAD]
-            if ahead > 0:
-                prefetch(array, np.int64(table[text[ahead - 1] + 1]) - 1)
-        position = array[i]
-        if position > 0:
-            position -= 1
-            token = text[position]
-            slot = table[token + 1] - 1
-            table[token + 1] = slot
-            if position == 0 or text[position - 1] > token:
-                position = ~position
-            array[slot] = position
-        else:
-            array[i] = ~position
+    _sweep_s(text, array, table, True)

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,57 +20,26 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from retrodraft import __version__
 from retrodraft.decoder import RetroDraft
 from retrodraft.models import load_model
+from retrodraft.options import parse_budget
 from retrodraft.plots import plot_speedups, require_matplotlib
 from retrodraft.reports import markdown, print_results
+from retrodraft.runs import BenchSettings, Run, RunLog
 from retrodraft.strategy import STRATEGIES
 from retrodraft.workloads import WorkloadItem, read_workload, render_prompt
 
-SYSTEMS = ("plain", "hf-prompt-lookup", *STRATEGIES)
 HF_LOOKUP_TOKENS = 10  # prompt_lookup_num_tokens, the value of transformers' documentation
 RESAMPLES = 2000
 NEAR_TIE = 1e-4  # of two float32 logits, which differ in their last bits from one forward shape to another
-Run = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchSettings:
-    """Everything that a result depends on besides the machine."""
-
-    workload: str
-    systems: list[str]
-    model: str = "embedded"
-    dtype: str = "float32"
-    device: str = "cpu"
-    threads: int = 0
-    attn: str | None = None
-    budget: str = "auto"
-    limit: int = 0
-    max_new_tokens: int = 128
-    max_prompt_tokens: int = 4096
-    temperature: float = 0.0
-    seed: int = 0
-    warm: bool = False
-    reproducible: bool = False
-
-    def __post_init__(self) -> None:
-        for name in self.systems:
-            if name not in SYSTEMS:
-                raise ValueError(f"systems: {name!r} is none of {', '.join(SYSTEMS)}")
-        if not self.systems:
-            raise ValueError(f"systems: name at least one of {', '.join(SYSTEMS)}")
 
 
 def run_bench(settings: BenchSettings, folder: Path) -> dict[str, Any]:
     """Run what is missing, then write results.json, results.md and results.png to `folder` and print the tables.
 
-    Raises ValueError for bad settings, an unreadable workload, or a folder that holds a run with other settings.
+    Raises ValueError for an unreadable workload, or a folder that holds a run with other settings.
     """
-    from retrodraft.cli import check_temperature, parse_budget, set_threads
-
-    budget = parse_budget(settings.budget)
     items = read_workload(settings.workload)
-    check_temperature(settings.temperature)
-    set_threads(settings.threads)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     require_matplotlib()
     lock = FileLock(folder / "runs.lock", timeout=0)
     try:
@@ -81,12 +50,12 @@ def run_bench(settings: BenchSettings, folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"output folder {str(folder)!r} can't be written: {error.strerror or error}") from error
     try:
-        return _run_bench(settings, folder, items, budget)
+        return _run_bench(settings, folder, items)
     finally:
         lock.release()
 
 
-def _run_bench(settings: BenchSettings, folder: Path, items: list[WorkloadItem], budget: int | str) -> dict[str, Any]:
+def _run_bench(settings: BenchSettings, folder: Path, items: list[WorkloadItem]) -> dict[str, Any]:
     digest = hashlib.sha256(Path(settings.workload).read_bytes()).hexdigest()
     log = RunLog(folder, {**asdict(settings), "workload_sha256": digest, **machine()})
     transformers.logging.set_verbosity_error()
@@ -94,8 +63,16 @@ def _run_bench(settings: BenchSettings, folder: Path, items: list[WorkloadItem],
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device, settings.attn)
     prompts = _prompts(items, tokenizer, model, settings)
     names = ["plain", *(name for name in dict.fromkeys(settings.systems) if name != "plain")]
+    budget = parse_budget(settings.budget)
     drafters = {
-        name: RetroDraft(model, tokenizer, strategy=name, budget=budget, reproducible=settings.reproducible)
+        name: RetroDraft(
+            model,
+            tokenizer,
+            strategy=name,
+            budget=budget,
+            reproducible=settings.reproducible,
+            corpora=settings.corpora if name == "retro" else (),
+        )
         for name in names
         if name in STRATEGIES
     }
@@ -190,71 +167,6 @@ def _wait(model: Any) -> None:
     """Until the device has done what was asked of it."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-
-
-class RunLog:
-    """The finished runs of a folder, one JSON line each; the first line holds what they depend on."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.num_restarts = 0  # of warm runs, each of which forgot what had been learned
-        self._path = folder / "runs.jsonl"
-        self._settings = settings
-        self._runs: list[Run] = []
-        self._fresh = True  # the file is yet to be begun
-        if self._path.is_file():
-            self._read()
-        self.done = {(run["id"], run["system"]) for run in self._runs}
-
-    def _read(self) -> None:
-        *lines, tail = self._path.read_bytes().split(b"\n")  # a line that was cut off by a kill has no newline
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{self._path} line {number} is damaged: remove the line, or the file") from error
-        if len(records) < 2:
-            return  # nothing was finished, so whatever the settings were, nothing is lost
-        found = records[0].get("settings", {})
-        other = [key for key in {**self._settings, **found} if found.get(key) != self._settings.get(key)]
-        if other:
-            raise ValueError(
-                f"{self._path} holds a run with other settings ({', '.join(other)}): choose another output folder, or "
-                "remove the file"
-            )
-        self._runs = [record for record in records[1:] if "system" in record]
-        self.num_restarts = len(records) - 1 - len(self._runs)
-        self._fresh = False
-        if tail:
-            self._path.write_bytes(b"\n".join(lines) + b"\n")
-
-    def add_restart(self) -> None:
-        """Note that a warm run began anew."""
-        self.num_restarts += 1
-        self._append({"restart": self.num_restarts})
-
-    def add(self, run: Run) -> None:
-        """Keep a finished run, on disk before the next one begins."""
-        self._append(run)
-        self._runs.append(run)
-        self.done.add((run["id"], run["system"]))
-
-    def _append(self, record: dict[str, Any]) -> None:
-        if self._fresh:
-            self._path.write_text(json.dumps({"settings": self._settings}) + "\n", encoding="utf-8")
-            self._fresh = False
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def runs(self, systems: list[str], ids: set[str]) -> dict[str, dict[str, Run]]:
-        """Runs by system, then by prompt."""
-        found: dict[str, dict[str, Run]] = {name: {} for name in systems}
-        for run in self._runs:
-            if run["system"] in found and run["id"] in ids:
-                found[run["system"]][run["id"]] = run
-        return found
 
 
 def summarise(

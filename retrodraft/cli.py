@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -12,12 +14,21 @@ import typer
 
 from retrodraft import __version__
 from retrodraft.commands import index, replay, serve, session
+from retrodraft.commands.documents import standard_input
+from retrodraft.options import (
+    STRATEGY_NAMES,
+    check_corpora,
+    check_model,
+    check_strategy,
+    check_temperature,
+    check_threads,
+    parse_budget,
+)
 
 # Two OpenMP threads that spin on two cores stall each other as soon as anything else runs; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-STRATEGY_NAMES = "retro, goose, token_recycling, suffix or prompt_lookup"
 app = typer.Typer(
     help="Hugging Face causal language models generate faster, with the same output, without training.",
     epilog="Exit codes: 0 done, 1 interrupted or outputs differ, 2 bad input (one line on standard error says what).",
@@ -38,6 +49,7 @@ Attn = Annotated[str | None, typer.Option(help="Attention implementation: sdpa, 
 Budget = Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto (priced by the cost curve).")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")]
 Strategy = Annotated[str, typer.Option(help=f"{STRATEGY_NAMES}.")]
+Corpus = Annotated[list[Path] | None, typer.Option(help="Index that retro drafts from besides; repeatable.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,23 +79,26 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above it samples.")] = 0.0,
     seed: Seed = 0,
     raw: Annotated[bool, typer.Option(help="Feed the prompt as it is, without the chat template.")] = False,
+    corpus: Corpus = None,
 ) -> None:
     """Stream the model's answer, then say on standard error what drafting saved.
 
     Example: retrodraft generate "Name three rivers, with a sentence on each." --max-new-tokens 100
+
+    Example: head -30 src/main.py | retrodraft generate - --raw --corpus my.index
     """
-    text = sys.stdin.buffer.read().decode(errors="surrogateescape") if prompt == "-" else prompt
+    text = standard_input().read().decode(errors="surrogateescape") if prompt == "-" else prompt
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError("the prompt is not UTF-8 text")
     if not text.strip():
         raise ValueError("the prompt is empty")
     check_temperature(temperature)
+    rd, tokenizer = _wrapped(model, dtype, device, threads, attn, strategy, budget, corpus or [])
     import torch
     from transformers import TextStreamer
 
     from retrodraft.workloads import render_prompt
 
-    rd, tokenizer = _wrapped(model, dtype, device, threads, attn, strategy, budget)
     ids = tokenizer(text).input_ids if raw else render_prompt(tokenizer, [{"role": "user", "content": text}])
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
@@ -108,9 +123,9 @@ def demo(
 
     Exit code 1 if the texts differ.
     """
+    rd, tokenizer = _wrapped(model, dtype, device, threads, None, "retro", "auto")
     from retrodraft.demo import run_demo
 
-    rd, tokenizer = _wrapped(model, dtype, device, threads, None, "retro", "auto")
     raise typer.Exit(0 if run_demo(rd, tokenizer, max_new_tokens) else 1)
 
 
@@ -134,6 +149,7 @@ def bench(
     seed: Seed = 0,
     warm: Annotated[bool, typer.Option("--warm/--cold", help="Keep what was learned from prompt to prompt.")] = False,
     reproducible: Annotated[bool, typer.Option(help="Verify with one constant shape (see RetroDraft).")] = False,
+    corpus: Corpus = None,
 ) -> None:
     """Run systems side by side, interleaved prompt by prompt, and check every output against plain generate's.
 
@@ -142,14 +158,18 @@ def bench(
 
     Example: retrodraft bench --workload spec_bench.jsonl --systems plain,hf-prompt-lookup,retro --limit 20 -o results
     """
-    from retrodraft.bench import BenchSettings, run_bench
+    from retrodraft.runs import BenchSettings
+    from retrodraft.workloads import read_workload
 
     settings = BenchSettings(
         workload=str(workload), systems=[name.strip() for name in systems.split(",") if name.strip()], model=model,
         dtype=dtype, device=device, threads=threads, attn=attn, budget=budget, limit=limit,
         max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens, temperature=temperature, seed=seed,
-        warm=warm, reproducible=reproducible,
+        warm=warm, reproducible=reproducible, corpora=[str(path) for path in corpus or []],
     )  # fmt: skip
+    read_workload(workload)
+    from retrodraft.bench import run_bench
+
     raise typer.Exit(1 if run_bench(settings, output)["num_faults"] else 0)
 
 
@@ -171,6 +191,11 @@ def profile(
 
     Example: retrodraft profile --dtype bfloat16
     """
+    from retrodraft.plots import plot_cost_curve, require_matplotlib
+
+    require_matplotlib()
+    _check_figure(output)
+    loaded, tokenizer = _load(model, dtype, device, threads, attn)
     from dataclasses import asdict
 
     from rich.progress import Progress
@@ -179,13 +204,8 @@ def profile(
     from retrodraft.capabilities import probe
     from retrodraft.folders import keep
     from retrodraft.hot_start import hot_rows
-    from retrodraft.plots import plot_cost_curve, require_matplotlib
     from retrodraft.reports import print_cost_curve
 
-    require_matplotlib()
-    if output.is_dir() or not output.parent.is_dir():
-        raise ValueError(f"output must be a file in a folder that exists; got {str(output)!r}")
-    loaded, tokenizer = _load(model, dtype, device, threads, attn)
     if probe(loaded).mode == "tree":
         with Progress(transient=True) as bar:
             task = bar.add_task("rows of the hot start", total=None)
@@ -198,55 +218,49 @@ def profile(
     typer.echo(f"wrote {output} and {output.with_suffix('.json')} (for `retrodraft replay --profile`)")
 
 
+def _check_figure(output: Path) -> None:
+    """Raise ValueError where a figure and the .json beside it can't be written: before minutes of measuring."""
+    if output.is_dir() or not output.parent.is_dir() or output.suffix == ".json":
+        raise ValueError(f"output must be a .png file in a folder that exists; got {str(output)!r}")
+    try:
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"output {str(output)!r} can't be written: {error.strerror or error}") from error
+
+
 def _load(model: str, dtype: str, device: str, threads: int, attn: str | None) -> tuple[Any, Any]:
+    check_model(model, dtype)
+    check_threads(threads)
+    import torch
     import transformers
 
     from retrodraft.models import load_model
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    set_threads(threads)
+    if threads:
+        torch.set_num_threads(threads)
     return load_model(model, dtype=dtype, device=device, attn=attn)
 
 
 def _wrapped(
-    model: str, dtype: str, device: str, threads: int, attn: str | None, strategy: str, budget: str
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int,
+    attn: str | None,
+    strategy: str,
+    budget: str,
+    corpora: Sequence[Path] = (),
 ) -> tuple[Any, Any]:
-    from retrodraft.strategy import STRATEGIES
-
     number = parse_budget(budget)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be {STRATEGY_NAMES}; got {strategy!r}")
+    check_strategy(strategy)
+    check_corpora(corpora, [strategy])
     loaded, tokenizer = _load(model, dtype, device, threads, attn)
     from retrodraft.decoder import RetroDraft
 
-    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number), tokenizer
-
-
-def set_threads(threads: int) -> None:
-    """Set torch's CPU threads; 0 leaves them. Raises ValueError for more than there are cores."""
-    import torch
-
-    cores = os.cpu_count() or 1
-    if threads > cores:
-        raise ValueError(f"threads must be at most {cores}, the cores of this machine; got {threads}")
-    if threads:
-        torch.set_num_threads(threads)
-
-
-def check_temperature(temperature: float) -> None:
-    """Raise ValueError for infinity and not-a-number, which a lower bound lets pass."""
-    if not math.isfinite(temperature):
-        raise ValueError(f"temperature must be a finite number; got {temperature}")
-
-
-def parse_budget(text: str) -> int | str:
-    """`auto` or a number of nodes; raises ValueError."""
-    if text == "auto":
-        return text
-    if not text.isdecimal() or not 0 <= int(text) <= 1024:
-        raise ValueError(f"budget must be auto or a whole number from 0 to 1024; got {text!r}")
-    return int(text)
+    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora), tokenizer
 
 
 def main() -> None:

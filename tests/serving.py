@@ -1,9 +1,14 @@
-"""A real server on a free port, for tests."""
+"""Real servers on free ports, in a thread or as a process, for tests."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +17,8 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+
+TEXT = "abcabcabc" * 4  # a prompt for tiny models
 
 
 @contextlib.contextmanager
@@ -53,3 +60,51 @@ def metric(url: str, name: str) -> float:
     """Sum of a metric's samples."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] == name)
+
+
+class Served:
+    """A server process and its address."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+
+    def complete(self, prompt: str = TEXT, **body: Any) -> httpx.Response:
+        headers = {"X-Session-Id": body.pop("session", "s1")}
+        record = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, **body}
+        return httpx.post(f"{self.url}/v1/completions", json=record, headers=headers, timeout=120)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(300)  # it may be saving
+
+
+@contextlib.contextmanager
+def serve(*arguments: str, port: int = 0) -> Iterator[Served]:
+    """Run `retrodraft serve`, on a free port unless one is named, until the block is left."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "retrodraft", "serve", "--port", str(port), "--served-model-name", "m", *arguments],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        lines = []
+        url = None
+        while url is None:
+            line = process.stderr.readline()
+            assert line, "".join(lines)
+            lines.append(line)
+            found = re.search(r"retrodraft: m at (http://\S+)/v1", line)
+            url = found[1] if found else None
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its log never blocks it
+        wait_until(lambda: _answers(url))
+        yield Served(process, url)
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import retrodraft
+from command import retrodraft_here
 from filelock import FileLock
 
-from retrodraft.bench import BenchSettings, run_bench
+from retrodraft.bench import run_bench
 from retrodraft.reports import verdict
+from retrodraft.runs import BenchSettings
 
 
 def bench(folder: Path, workload: Path, tiny_folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """A small benchmark of every system."""
-    return retrodraft(
-        "bench", "--workload", str(workload), "-o", str(folder), "--model", str(tiny_folder), "--max-new-tokens", "24",
+    return retrodraft_here(
+        "bench", "--workload", workload, "-o", folder, "--model", tiny_folder, "--max-new-tokens", "24",
         "--budget", "8", *more,
     )  # fmt: skip
 
@@ -142,10 +143,9 @@ def test_a_wrong_output_is_a_fault(workload: Path, tiny_folder: Path, tmp_path: 
     assert difference["id"] == wrong["id"] and difference["position"] == 5
     assert difference["margin"] > 1e-4 and difference["top2_margin"] > 0
     assert "plain generate's: 1 of retro." in verdict(results) and "report): 1." in verdict(results)
-    done = retrodraft(
-        "bench", "--workload", str(workload), "-o", str(tmp_path), "--model", str(tiny_folder),
+    done = retrodraft_here(
+        "bench", "--workload", workload, "-o", tmp_path, "--model", tiny_folder,
         "--max-new-tokens", "12", "--budget", "8", "--systems", "retro",
-        OMP_NUM_THREADS=str(results["machine"]["cpu_threads"]),
     )  # fmt: skip
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"| {wrong['id']} | retro | 5 |" in (tmp_path / "results.md").read_text()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import retrodraft
+from command import retrodraft, retrodraft_here
 
 from retrodraft.replay.costs import load_curve
 
@@ -20,7 +20,27 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("generate", "bench", "profile", "demo"):
         assert command in done.stdout
-        assert "Usage" in retrodraft(command, "--help").stdout
+        assert "Usage" in retrodraft_here(command, "--help").stdout
+
+
+def test_mistakes_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """What can be seen without a model costs no import of the heavy libraries."""
+    good = tmp_path / "good.jsonl"
+    good.write_text('{"id": 1, "messages": [{"role": "user", "content": "x"}]}\n')
+    bench = ["bench", "--workload", str(good), "-o", str(tmp_path / "out")]
+    mistakes = [
+        *(["generate", "x", *option] for option in (
+            ["--strategy", "magic"], ["--budget", "some"], ["--dtype", "int3"], ["--model", "/no/such/folder"],
+            ["--threads", "100000"], ["--temperature", "inf"],
+        )),
+        ["demo", "--dtype", "int3"], ["profile", "-o", "/no/such/folder/x.png"], ["profile", "--model", ""],
+        [*bench, "--systems", "zip"], [*bench, "--dtype", "int3"], ["bench", "--workload", "/no/such", "-o", "x"],
+    ]  # fmt: skip
+    code = "import sys\nfrom retrodraft.cli import main\n"
+    code += f"for sys.argv[1:] in {mistakes}:\n    try:\n        main()\n    except SystemExit as end:\n"
+    code += "        assert end.code == 2 and not {'torch', 'transformers'} & set(sys.modules), sys.argv"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == len(mistakes), done.stderr
 
 
 def test_index_needs_no_torch() -> None:
@@ -36,7 +56,7 @@ def test_generate_streams_the_answer(tiny_folder: Path) -> None:
     done = retrodraft("generate", "abcabcabc", *common)
     assert done.returncode == 0, done.stderr
     assert "30 tokens in" in done.stderr and "tokens per forward" in done.stderr
-    piped = retrodraft("generate", "-", *common, stdin="abcabcabc")
+    piped = retrodraft_here("generate", "-", *common, stdin="abcabcabc")
     assert piped.stdout == done.stdout and len(done.stdout) > 10
 
 
@@ -45,7 +65,7 @@ def test_demo_on_the_embedded_model() -> None:
     """The engine of `make demo`: identical texts, fewer forwards."""
     done = retrodraft("demo", "--max-new-tokens", "40")
     assert done.returncode == 0, done.stderr
-    assert "The texts are identical." in done.stdout and "find_maximum" in done.stdout
+    assert "The texts are identical." in done.stdout and "class Account" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -55,6 +75,9 @@ def test_demo_on_the_embedded_model() -> None:
         (("generate", "x", "--strategy", "magic"), "strategy must be retro, goose"),
         (("generate", "x", "--dtype", "int3"), "dtype must be one of float32"),
         (("generate", "x", "--model", "/no/such/folder"), "model '/no/such/folder' can't be loaded"),
+        (("generate", "x", "--model", "{good}"), "model '{good}' can't be loaded: it is a file"),
+        (("generate", "x", "--model", "~no-such-user/x"), "model '~no-such-user/x' can't be loaded: there is no"),
+        (("generate", "x", "--model", "/" + "x" * 300), "model '/xxx"),
         (("generate", "x", "--device", "abacus"), "device 'abacus' can't be used"),
         (("generate", "x", "--threads", "100000"), "threads must be at most"),
         (("generate", "x", "--seed", "-1"), "Invalid value for '--seed'"),
@@ -65,8 +88,10 @@ def test_demo_on_the_embedded_model() -> None:
         (("generate",), "Missing argument"),
         (("fly",), "No such command 'fly'"),
         (("generate", " "), "the prompt is empty"),
-        (("profile", "-o", "/no/such/folder/x.png"), "output must be a file in a folder that exists"),
-        (("profile", "-o", "{tmp}"), "output must be a file in a folder that exists"),
+        (("profile", "-o", "/no/such/folder/x.png"), "output must be a .png file in a folder that exists"),
+        (("profile", "-o", "{tmp}"), "output must be a .png file in a folder that exists"),
+        (("profile", "-o", "{tmp}/curve.json"), "output must be a .png file"),
+        (("profile", "-o", "/proc/curve.png"), "output '/proc/curve.png' can't be written"),
         (("bench", "--workload", "{good}", "-o", "{good}"), "output folder '{good}' can't be written"),
         (("bench", "--workload", "{good}", "-o", "/proc/no"), "output folder '/proc/no' can't be written"),
         (("bench", "--workload", "/no/such.jsonl", "-o", "{tmp}"), "workload '/no/such.jsonl' can't be read"),
@@ -75,14 +100,13 @@ def test_demo_on_the_embedded_model() -> None:
         (("bench", "--workload", "{good}", "--temperature", "inf", "-o", "{tmp}"), "temperature must be a finite"),
     ],
 )
-@pytest.mark.usefixtures("embedded")  # whose first conversion shows its progress
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"id": 1, "messages": [{"role": "user", "content": "x"}]}\n{"id": \n')
     good = tmp_path / "good.jsonl"
     good.write_text('{"id": 1, "messages": [{"role": "user", "content": "x"}]}\n')
     filled = [argument.format(tmp=tmp_path, bad=bad, good=good) for argument in arguments]
-    done = retrodraft(*filled)
+    done = retrodraft_here(*filled)
     assert done.returncode == 2
     assert done.stderr.startswith("retrodraft: " + message.format(good=good)), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -91,19 +115,25 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
 def test_prompts_that_are_not_text(tiny_folder: Path) -> None:
     """Stray bytes, from standard input and as an argument."""
     for arguments, stdin in ((("-",), b"abc \xff"), ((os.fsdecode(b"abc \xff"),), None)):
-        done = retrodraft("generate", *arguments, "--model", str(tiny_folder), stdin=stdin)
+        done = retrodraft_here("generate", *arguments, "--model", str(tiny_folder), stdin=stdin)
         assert done.returncode == 2 and done.stderr == "retrodraft: the prompt is not UTF-8 text\n"
+
+
+def test_standard_input_that_is_closed() -> None:
+    done = retrodraft_here("generate", "-", stdin=None)
+    assert done.returncode == 2 and done.stderr == "retrodraft: standard input is closed\n"
 
 
 def test_version_and_bare_command() -> None:
     assert retrodraft("--version").stdout == "retrodraft 0.1.0\n"
-    bare = retrodraft()
+    bare = retrodraft_here()
     assert bare.returncode == 0 and "Usage" in bare.stdout
 
 
-def test_profile_writes_the_curve(tiny_folder: Path, tmp_path: Path) -> None:
+def test_profile_writes_the_curve(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETRODRAFT_CACHE", str(tmp_path / "c"))
     picture = tmp_path / "curve.png"
-    done = retrodraft("profile", "--model", str(tiny_folder), "-o", str(picture), RETRODRAFT_CACHE=str(tmp_path / "c"))
+    done = retrodraft_here("profile", "--model", tiny_folder, "-o", picture)
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG") and "64" in done.stdout
     assert len(list((tmp_path / "c").glob("cost-*.json"))) == len(list((tmp_path / "c").glob("rows-*.npz"))) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import resource
@@ -11,50 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import retrodraft
+from command import retrodraft, retrodraft_here
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-
-from retrodraft.cli import main
 
 ASCII = {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
 
 
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def retrodraft_index(*arguments: object, stdin: str | bytes | None = "") -> Done:
-    """Run a command in this process, where torch is loaded already."""
-    with pytest.MonkeyPatch.context() as patch, io.StringIO() as out, io.StringIO() as err:
-        patch.setattr(sys, "argv", ["retrodraft", "index", *map(str, arguments)])
-        raw = stdin.encode() if isinstance(stdin, str) else stdin
-        patch.setattr(sys, "stdin", None if raw is None else io.TextIOWrapper(io.BytesIO(raw)))
-        patch.setattr(sys, "stdout", out)
-        patch.setattr(sys, "stderr", err)
-        code: Any = 0
-        try:
-            main()
-        except SystemExit as error:
-            code = error.code
-        except Exception:  # shown as the interpreter would, so that tests see a traceback where there should be none
-            err.write(traceback.format_exc())
-            code = 1
-        return Done(code or 0, out.getvalue(), err.getvalue())
-
-
 def result_of(*arguments: object, **options: Any) -> dict[str, Any]:
     """The JSON object that a command prints."""
-    done = retrodraft_index(*arguments, "--json", **options)
+    done = retrodraft_here("index", *arguments, "--json", **options)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -90,7 +59,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def built(tokenizer: Path, sources: Path, tmp_path: Path) -> Path:
-    done = retrodraft_index("build", sources, "-o", tmp_path / "my.index", "--tokenizer", tokenizer)
+    done = retrodraft_here("index", "build", sources, "-o", tmp_path / "my.index", "--tokenizer", tokenizer)
     assert done.returncode == 0, done.stderr
     assert "skipped" in done.stderr and "image.png" in done.stderr and "log.jsonl:3" in done.stderr
     return tmp_path / "my.index"
@@ -103,19 +72,19 @@ def test_help_is_quick_and_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("build", "add", "merge", "compact", "info", "query", "verify", "eval"):
         assert command in done.stdout
-        shown = retrodraft_index(command, "--help").stdout
+        shown = retrodraft_here("index", command, "--help").stdout
         assert "Usage" in shown and "Example: retrodraft index" in " ".join(shown.split())
 
 
 def test_build_info_and_query(built: Path) -> None:
     facts = result_of("info", built)
     assert facts["num_documents"] == 5 and facts["num_shards"] == 1 and facts["tokenizer"]["vocab_size"] == 257
-    assert "5 documents" in retrodraft_index("info", built).stdout
+    assert "5 documents" in retrodraft_here("index", "info", built).stdout
     found = result_of("query", built, "x = 1\nfor i in range(10):\n", "--k", "3")
     assert found["matched"].endswith("for i in range(10):\n") and found["occurrences"] == 2
     assert found["continuations"][0] == {"token": 220, "text": " ", "count": 2, "share": 1.0}
     assert {Path(item["name"]).name for item in found["documents"]} == {"a.py", "b with space.py"}
-    assert "occurrences 2" in retrodraft_index("query", built, "-", stdin="range(10):\n").stdout
+    assert "occurrences 2" in retrodraft_here("index", "query", built, "-", stdin="range(10):\n").stdout
     assert result_of("query", built, "stop <|im_end|>")["match_length"] == 15  # spelled out, not the control token
     assert result_of("query", built, "\x01")["continuations"] == []
     assert result_of("query", built, "")["match_length"] == 0
@@ -148,7 +117,7 @@ def test_add_merge_compact_verify(built: Path, sources: Path, tmp_path: Path) ->
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.write_bytes(data)
-    done = retrodraft_index("verify", tmp_path / "merged")
+    done = retrodraft_here("index", "verify", tmp_path / "merged")
     assert done.returncode == 1 and "checksum" in done.stdout and "order-0" in done.stdout
 
 
@@ -157,16 +126,16 @@ def test_eval(built: Path, tmp_path: Path) -> None:
     (tmp_path / "w.jsonl").write_text(json.dumps({"id": 1, "messages": messages}))
     result = result_of("eval", built, "--workload", tmp_path / "w.jsonl")
     assert result["num_documents"] == 1 and result["num_positions"] == 15 and result["tokens_per_forward"] > 2
-    assert "tokens per forward" in retrodraft_index("eval", built, "--workload", tmp_path / "w.jsonl").stdout
+    assert "tokens per forward" in retrodraft_here("index", "eval", built, "--workload", tmp_path / "w.jsonl").stdout
 
 
 def test_strict_writes_nothing(built: Path, tokenizer: Path, sources: Path) -> None:
     before = result_of("info", built)
-    done = retrodraft_index("build", sources, "-o", built, "--tokenizer", tokenizer, "--strict")
+    done = retrodraft_here("index", "build", sources, "-o", built, "--tokenizer", tokenizer, "--strict")
     assert done.returncode == 1 and "image.png" in done.stderr
-    assert retrodraft_index("add", built, sources, "--strict").returncode == 1
+    assert retrodraft_here("index", "add", built, sources, "--strict").returncode == 1
     assert result_of("info", built) == before and result_of("verify", built)["ok"]
-    done = retrodraft_index("add", built, sources / "a.py", "--strict")
+    done = retrodraft_here("index", "add", built, sources / "a.py", "--strict")
     assert done.returncode == 0, done.stderr
 
 
@@ -174,9 +143,9 @@ def test_nothing_to_index(tokenizer: Path, tmp_path: Path) -> None:
     """O20: a message and exit code 2, and no index where there was none."""
     (tmp_path / "in").mkdir()
     for _ in range(2):
-        done = retrodraft_index("build", tmp_path / "in", "-o", tmp_path / "out", "--tokenizer", tokenizer)
+        done = retrodraft_here("index", "build", tmp_path / "in", "-o", tmp_path / "out", "--tokenizer", tokenizer)
         assert done.returncode == 2 and "nothing to index" in done.stderr and "Traceback" not in done.stderr
-        assert retrodraft_index("info", tmp_path / "out").returncode == 2
+        assert not (tmp_path / "out").exists()
         (tmp_path / "in" / "empty.txt").touch()
     (tmp_path / "in" / "one.txt").write_text("x")
     assert result_of("build", tmp_path / "in", "-o", tmp_path / "out", "--tokenizer", tokenizer)["num_tokens"] == 1
@@ -225,9 +194,9 @@ def test_bad_input(arguments: list[str], tokenizer: Path, tmp_path: Path) -> Non
     given = [argument.replace("{root}", str(tmp_path)) for argument in arguments]
     if given[0] == "build" and "--tokenizer" not in given and len(given) > 1:
         given += ["--tokenizer", str(tokenizer)]
-    done = retrodraft_index(*given)
+    done = retrodraft_here("index", *given)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert not (tmp_path / "o" / "manifest.json").exists()
+    assert not (tmp_path / "o").exists()
 
 
 def test_stores_are_no_sources(tokenizer: Path, tmp_path: Path) -> None:
@@ -251,7 +220,7 @@ def test_odd_standard_input_and_arguments(built: Path, tokenizer: Path, tmp_path
         (["query", built, "-"], None, "standard input is closed"),
         (["build", "-", "-o", tmp_path / "o", "--tokenizer", tokenizer], None, "standard input is closed"),
     ]:
-        done = retrodraft_index(*arguments, stdin=stdin)
+        done = retrodraft_here("index", *arguments, stdin=stdin)
         assert done.returncode == 2 and done.stderr == f"retrodraft: {message}\n"
     (tmp_path / "bad\udcff name").write_text("\N{SNOWMAN} for", encoding="utf-8")
     assert result_of("build", tmp_path / "bad\udcff name", "-o", tmp_path / "o", "--tokenizer", tokenizer)
@@ -269,7 +238,7 @@ def test_damaged_facts(key: str, value: Any, built: Path) -> None:
     places.get(key, info["tokenizer"])[key] = value
     (built / "manifest.json").write_text(json.dumps(manifest))
     for command in (["info", built], ["verify", built], ["merge", built, "-o", built.parent / "m"]):
-        done = retrodraft_index(*command)
+        done = retrodraft_here("index", *command)
         assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr, done.stderr
         assert "\x1b" not in done.stdout + done.stderr
 
@@ -286,8 +255,8 @@ def test_a_full_disk(built: Path, tokenizer: Path, tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
         done = [
-            retrodraft_index("build", tmp_path / "big.txt", "-o", built, "--tokenizer", tokenizer),
-            retrodraft_index("add", built, tmp_path / "big.txt"),
+            retrodraft_here("index", "build", tmp_path / "big.txt", "-o", built, "--tokenizer", tokenizer),
+            retrodraft_here("index", "add", built, tmp_path / "big.txt"),
         ]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -314,8 +283,25 @@ def test_another_tokenizer_is_refused(built: Path, tmp_path: Path) -> None:
     """O12: its ids would mean other tokens."""
     other = save_tokenizer(tmp_path / "other", extra="<|stop|>")
     for command in (["query", built, "x"], ["add", built, other / "tokenizer.json"]):
-        done = retrodraft_index(*command, "--tokenizer", other)
+        done = retrodraft_here("index", *command, "--tokenizer", other)
         assert done.returncode == 2 and "fingerprint" in done.stderr
+
+
+def test_the_tokenizer_of_a_strangers_index_runs_no_code(built: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """An index names its tokenizer; code that comes with that is not run, and nobody is asked whether it may."""
+    shutil.copytree(tokenizer, tmp_path / "strange")
+    config = {"tokenizer_class": "StrangeTokenizer", "auto_map": {"AutoTokenizer": [None, "strange.StrangeTokenizer"]}}
+    (tmp_path / "strange" / "tokenizer_config.json").write_text(json.dumps(config))
+    code = f"from transformers import PreTrainedTokenizerFast\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
+    code += "class StrangeTokenizer(PreTrainedTokenizerFast): ...\n"
+    (tmp_path / "strange" / "strange.py").write_text(code)
+    text = (built / "manifest.json").read_text()
+    (built / "manifest.json").write_text(
+        text.replace(json.dumps(str(tokenizer)), json.dumps(str(tmp_path / "strange")))
+    )
+    done = retrodraft_here("index", "query", built, "for i", stdin="y\n")
+    assert not (tmp_path / "ran").exists()
+    assert "[y/N]" not in done.stdout and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1, done.stderr
 
 
 def test_the_locale_does_not_matter(built: Path, tokenizer: Path, sources: Path, tmp_path: Path) -> None:
@@ -350,9 +336,9 @@ def test_killed_builds(built: Path, tokenizer: Path, tmp_path: Path) -> None:
         time.sleep(1.5 + 0.25 * number)
         child.send_signal(signal.SIGKILL)
         child.wait()
-        facts = json.loads(retrodraft_index("info", built, "--json").stdout)
+        facts = json.loads(retrodraft_here("index", "info", built, "--json").stdout)
         assert facts == before or facts["num_tokens"] == 2_200_000
-        assert retrodraft_index("verify", built).returncode == 0
+        assert retrodraft_here("index", "verify", built).returncode == 0
     assert result_of("build", tmp_path / "big.txt", "--tokenizer", tokenizer, "-o", built)["num_shards"] == 1
     assert len(list(built.iterdir())) == 8
     shutil.rmtree(tmp_path / "new", ignore_errors=True)

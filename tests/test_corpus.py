@@ -98,14 +98,11 @@ def test_names_and_places(tmp_path: Path) -> None:
         (name.replace("\udcff", "\ufffd"), 4) for name in names
     )
     assert len(corpus.occurrences(corpus.match([1, 2]), limit=3)) == 3
-    assert [corpus.document_at(p).name for p in (0, 11, 12, 17, 18, 23)] == [
-        names[0], names[1], "bad \ufffd name", "bad \ufffd name", "", ""
-    ]  # fmt: skip
     assert corpus.following(0, 9).tolist() == [0, 1, 2, 3] and corpus.following(13, 2).tolist() == [1, 2]
     assert corpus.following(4, 9).tolist() == corpus.following(23, 9).tolist() == []
-    for call in (corpus.document_at, lambda position: corpus.following(position, 1)):
-        with pytest.raises(ValueError, match="24"):
-            call(24)
+    for position in (-1, 24):
+        with pytest.raises(ValueError, match="from 0 to 23"):
+            corpus.following(position, 1)
 
 
 def test_growing_joining_compacting(tmp_path: Path) -> None:
@@ -135,6 +132,18 @@ def test_growing_joining_compacting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="different tokenizers"):
         CorpusIndex.merge([first.path, alien.path], tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
+
+
+def test_joining_onto_one_of_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        CorpusIndex.build([[1, 2, 3]], tmp_path / name)
+    (tmp_path / "link").symlink_to("b")
+    monkeypatch.chdir(tmp_path)
+    for target in (tmp_path / "b", "./b/", "link", tmp_path / "a" / ".." / "b"):
+        with pytest.raises(ValueError, match="is one of the corpora to merge"):
+            CorpusIndex.merge([tmp_path / "a", tmp_path / "b"], target)
+    assert CorpusIndex.open(tmp_path / "b", check=True).num_documents == 1
+    assert CorpusIndex.merge(["a", "b"], "c").num_documents == CorpusIndex.merge(["a", "a"], "c").num_documents == 2
 
 
 def test_a_corpus_that_does_not_fit_a_model(tmp_path: Path) -> None:
@@ -181,6 +190,22 @@ def test_damaged_facts(tmp_path: Path) -> None:
             CorpusIndex.open(tmp_path / "c")
     manifest.write_text(text)
     CorpusIndex.open(tmp_path / "c", check=True)
+
+
+def test_damaged_tables_of_documents(tmp_path: Path) -> None:
+    """Without `check` any content opens; a look-up then names the wrong document, but ends."""
+    corpus = CorpusIndex.build([Document([i, 5, 6], f"name {i}") for i in range(9)], tmp_path / "c")
+    interval = corpus.match([5, 6])
+    whole = {path: path.read_bytes() for path in (tmp_path / "c").glob("*.bin")}
+    for part, value in (("borders", 0), ("borders", 255), ("name_ends", 255), ("names", 255), ("order", 127)):
+        (file,) = (tmp_path / "c").glob(f"{part}-0.*")
+        file.write_bytes(whole[file][:64] + bytes([value]) * (len(whole[file]) - 64))
+        damaged = CorpusIndex.open(tmp_path / "c")
+        assert len(damaged.occurrences(interval)) == 9
+        assert all(len(document.token_ids) <= 36 for document in damaged.documents())
+        with pytest.raises(IndexFormatError, match="checksum"):
+            CorpusIndex.open(tmp_path / "c", check=True)
+        file.write_bytes(whole[file])
 
 
 def test_replay(tmp_path: Path) -> None:

@@ -8,22 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from chats import letters
 from tiny import ForwardCount, random_prompt, tiny_llama
 
 from retrodraft import RetroDraft
-from retrodraft.hot_start import SIBLINGS, hot_rows
+from retrodraft.hot_start import MAX_PREFIX, SIBLINGS, hot_rows
 from retrodraft.kernels.adjacency import WIDTH
 from retrodraft.target import top_logits
+from retrodraft.workloads import render_prompt
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
-    monkeypatch.setenv("RETRODRAFT_CACHE", str(tmp_path))
-    return tmp_path
-
-
-def test_rows_are_what_the_model_says(folder: Path) -> None:
+def test_rows_are_what_the_model_says(cache_folder: Path) -> None:
     """Each token's row is the top of a plain forward that ends with it."""
     model = tiny_llama(0)
     ids, probs = hot_rows(model)
@@ -35,7 +30,7 @@ def test_rows_are_what_the_model_says(folder: Path) -> None:
         assert np.allclose(said[torch.from_numpy(ids[token]).long()].detach().numpy(), probs[token], rtol=0.01)
 
 
-def test_rows_are_kept_and_completed(folder: Path) -> None:
+def test_rows_are_kept_and_completed(cache_folder: Path) -> None:
     """A short first measurement is continued by a long one; another model's weights have their own rows."""
     model = tiny_llama(0, vocab_size=3 * SIBLINGS)
     first, _ = hot_rows(model, seconds=0.0)
@@ -49,18 +44,45 @@ def test_rows_are_kept_and_completed(folder: Path) -> None:
     assert not np.array_equal(other, whole)
 
 
+def test_rows_follow_the_begin_of_an_answer(cache_folder: Path) -> None:
+    """The last tokens of the tokenizer's own template; each template has rows of its own."""
+    model, tokenizer = tiny_llama(0), letters()
+    seen = []
+    for template in ("{{ 'system text ' * 20 }}<assistant>", "{{ 'system text ' * 20 }}<bot>"):
+        tokenizer.chat_template = template
+        ids, probs = hot_rows(model, tokenizer)
+        prompt = render_prompt(tokenizer, [{"role": "user", "content": ""}])[-MAX_PREFIX:]
+        assert len(prompt) == MAX_PREFIX and tokenizer.decode(prompt).endswith(template[-5:])
+        for token in (3, 40, 90):
+            said = model(torch.tensor([[*prompt, token]])).logits[0, -1].softmax(-1)
+            assert np.allclose(probs[token], said.topk(WIDTH).values.detach().numpy(), rtol=0.01)
+        seen.append(probs)
+    assert not np.allclose(*seen) and len(list(cache_folder.glob("rows-*.npz"))) == 2
+
+
+def test_measuring_leaves_the_model_as_it_was(cache_folder: Path) -> None:
+    """Training mode comes back; progress is told in tokens of the whole vocabulary."""
+    model = tiny_llama(0, vocab_size=2 * SIBLINGS + 10)
+    model.train()
+    told: list[tuple[int, int]] = []
+    hot_rows(model, seconds=math.inf, progress=lambda done, total: told.append((done, total)))
+    assert model.training
+    size = 2 * SIBLINGS + 10
+    assert told == [(SIBLINGS, size), (2 * SIBLINGS, size), (size, size)]
+
+
 @pytest.mark.parametrize("damage", [b"", b"not an archive", b"PK\x03\x04 cut"])
-def test_damaged_rows_are_measured_anew(folder: Path, damage: bytes) -> None:
+def test_damaged_rows_are_measured_anew(cache_folder: Path, damage: bytes) -> None:
     model = tiny_llama(0)
     expected, _ = hot_rows(model)
-    (path,) = folder.glob("rows-*.npz")
+    (path,) = cache_folder.glob("rows-*.npz")
     path.write_bytes(damage)
     assert np.array_equal(hot_rows(model)[0], expected)
     np.savez(path, ids=np.full((4, WIDTH), 10**6, np.int32), probs=np.ones((4, WIDTH), np.float32))
     assert np.array_equal(hot_rows(model)[0], expected)
 
 
-def test_output_is_the_same_with_and_without(folder: Path) -> None:
+def test_output_is_the_same_with_and_without(cache_folder: Path) -> None:
     model = tiny_llama(0)
     prompt = random_prompt(12)
     expected = model.generate(prompt, max_new_tokens=40, do_sample=False)

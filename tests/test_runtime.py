@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from retrodraft.kernels import jit
 
 GENERATE = """
 import sys; sys.path.insert(0, {tests!r})
@@ -97,3 +100,24 @@ def test_damaged_verdict_and_curve(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert all(path.read_text().startswith('{"') and path.read_text().endswith("}") for path in files)
     assert not list(tmp_path.glob("tmp*"))
+
+
+def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed(tmp_path: Path) -> None:
+    """Numba by itself would go on with code of the old one inside: it looks at the caller's file alone."""
+    folder = tmp_path / "kernelroom"
+    folder.mkdir()
+    shutil.copy(Path(jit.__file__), folder / "jit.py")
+    (folder / "callee.py").write_text("from kernelroom.jit import njit\n\n@njit\ndef inner(x):\n    return x + 1\n")
+    (folder / "caller.py").write_text(
+        "from kernelroom.callee import inner\nfrom kernelroom.jit import njit\n\n@njit\ndef outer(x):\n"
+        "    return inner(x)\n\nprint(outer(1), outer.stats.cache_hits[(__import__('numba').int64,)])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def answer() -> str:
+        command = [sys.executable, "-c", "import kernelroom.caller"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert [answer(), answer()] == ["2 0", "2 1"]
+    (folder / "callee.py").write_text("from kernelroom.jit import njit\n\n@njit\ndef inner(x):\n    return x + 2\n")
+    assert answer() == "3 0"

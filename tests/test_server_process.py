@@ -1,74 +1,14 @@
-"""`retrodraft serve` as a process: options, shutdown, a kill, and load."""
+"""`retrodraft serve` as a process: options, shutdown, and a kill."""
 
 from __future__ import annotations
 
-import os
-import random
-import re
 import signal
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from command import retrodraft
-from serving import client, metric, wait_until
-
-TEXT = "abcabcabc" * 4
-
-
-class Served:
-    """A server process and its address."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-
-    def complete(self, prompt: str = TEXT, **body: Any) -> httpx.Response:
-        headers = {"X-Session-Id": body.pop("session", "s1")}
-        record = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, **body}
-        return httpx.post(f"{self.url}/v1/completions", json=record, headers=headers, timeout=120)
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(60)
-
-
-@contextmanager
-def serve(*arguments: str) -> Iterator[Served]:
-    """Run `retrodraft serve` on a free port until the block is left."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "retrodraft", "serve", "--port", "0", "--served-model-name", "m", *arguments],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        lines = []
-        url = None
-        while url is None:
-            line = process.stderr.readline()
-            assert line, "".join(lines)
-            lines.append(line)
-            found = re.search(r"retrodraft: m at (http://\S+)/v1", line)
-            url = found[1] if found else None
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its log never blocks it
-        wait_until(lambda: _answers(url))
-        yield Served(process, url)
-    finally:
-        process.kill()
-        process.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").status_code == 200
-    except httpx.TransportError:
-        return False
+from serving import TEXT, metric, serve, wait_until
 
 
 @pytest.mark.slow
@@ -129,56 +69,3 @@ def test_bad_options_are_one_line(arguments: tuple[str, ...], message: str, tiny
     done = retrodraft("serve", *[argument.format(tiny=tiny_folder) for argument in arguments])
     assert done.returncode == 2
     assert done.stderr.startswith("retrodraft: " + message) and len(done.stderr.strip().splitlines()) == 1, done.stderr
-
-
-@pytest.mark.slow
-def test_sixteen_clients_that_come_and_go() -> None:
-    """O16, O24: a minute of load with random disconnects: right answers, nothing queued after it, memory flat."""
-    keys = [f"key{i}" for i in range(4)]
-    options = [part for key in keys for part in ("--api-key", key)]
-    with serve("--max-sessions", "16", "--max-queue", "100", *options) as server:
-        question: Any = [{"role": "user", "content": "Name a colour."}]
-        settings: Any = dict(model="m", temperature=0, max_tokens=6)
-        expected = client(server.url, "key0").chat.completions.create(messages=question, **settings)
-        wrong: list[str] = []
-        end = time.monotonic() + float(os.environ.get("RETRODRAFT_LOAD_SECONDS", "60"))
-
-        def work(number: int) -> None:
-            chooser, caller, turns = random.Random(number), client(server.url, keys[number % 4]), 0
-            while time.monotonic() < end:
-                turns += 1
-                if chooser.random() < 0.4:  # goes away in the middle
-                    chat: Any = [{"role": "user", "content": f"Tell client {number} a story, number {turns}."}]
-                    stream = caller.chat.completions.create(
-                        model="m", messages=chat, max_tokens=200, temperature=1, stream=True
-                    )
-                    for _ in zip(range(chooser.randint(1, 4)), stream, strict=False):
-                        pass
-                    stream.close()
-                else:
-                    got = caller.chat.completions.create(messages=question, **settings)
-                    if got.choices[0].message.content != expected.choices[0].message.content:
-                        wrong.append(got.choices[0].message.content)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
-        for thread in threads:
-            thread.start()
-        sizes = []
-        while time.monotonic() < end:
-            time.sleep(2)
-            sizes.append(_resident_mb(server.process.pid))
-        for thread in threads:
-            thread.join()
-        assert not wrong
-        wait_until(lambda: metric(server.url, "vllm:num_requests_running") == 0)
-        assert metric(server.url, "vllm:num_requests_waiting") == 0
-        assert metric(server.url, "retrodraft:num_sessions") <= 16
-        third = len(sizes) // 3
-        print("resident MB:", sizes, "answers:", metric(server.url, "vllm:request_success_total"))
-        assert max(sizes[-third:]) < 1.1 * max(sizes[third:-third]), sizes
-        assert server.stop() == 0
-
-
-def _resident_mb(pid: int) -> int:
-    text = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", text)[1]) // 1024  # type: ignore[index]

@@ -1,8 +1,7 @@
-"""Text deltas from token ids: characters, stop texts, tool calls; prompts of templates that know tools or not."""
+"""Text deltas from token ids: characters and stop texts; templates that are particular about messages."""
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -11,10 +10,7 @@ from test_surface import byte_tokenizer
 
 from retrodraft.server.prompts import Prompts
 from retrodraft.server.protocol import ApiError
-from retrodraft.server.streaming import AnswerStream, CallSplitter, Delta, StopText, TokenText, token_bytes
-
-CALL = '<tool_call>\n{"name": "look", "arguments": {"path": "ä🙂.py"}}\n</tool_call>'
-TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+from retrodraft.server.streaming import AnswerStream, Delta, StopText, TokenText, token_bytes
 
 
 def pieces(text: str, seed: int) -> list[str]:
@@ -73,32 +69,6 @@ def test_stop_texts_in_pieces(seed: int) -> None:
     assert "".join(stream.push(piece) for piece in pieces(text, seed)) + stream.flush() == text
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize(
-    "text,content,names",
-    [
-        (f"I look.\n\n{CALL}", "I look.", ["look"]),
-        (f"{CALL}\n{CALL}\n", "", ["look", "look"]),
-        (CALL.removesuffix("</tool_call>"), "", ["look"]),
-        ('{"name": "look", "parameters": {"path": "ä🙂.py"}}', "", ["look"]),
-        (CALL.replace("look", "unknown"), CALL.replace("look", "unknown"), []),
-        (f"broken <tool_call>{{nope</tool_call> {CALL} on", "broken <tool_call>{nope</tool_call> on", ["look"]),
-        ("no <tool_cal of any kind  ", "no <tool_cal of any kind  ", []),
-        ('{"json": "that is the answer"}', '{"json": "that is the answer"}', []),
-    ],
-)
-def test_tool_calls_in_pieces(text: str, content: str, names: list[str], seed: int) -> None:
-    """Calls come out, everything else stays, however the text is cut."""
-    splitter = CallSplitter({"look"}, parallel=True)
-    total = together([splitter.push(piece) for piece in pieces(text, seed)] + [splitter.flush()])
-    assert " ".join(total.text.split()) == " ".join(content.split())
-    assert [call["function"]["name"] for call in total.calls] == names
-    assert all(json.loads(call["function"]["arguments"]) == {"path": "ä🙂.py"} for call in total.calls)
-    assert len({call["id"] for call in total.calls}) == len(names)
-    alone = CallSplitter({"look"}, parallel=False)
-    assert len(together([alone.push(text), alone.flush()]).calls) == min(1, len(names))
-
-
 def test_an_answers_end() -> None:
     """EOS is no text, and says that the answer is whole."""
     tokenizer = byte_tokenizer()
@@ -109,35 +79,6 @@ def test_an_answers_end() -> None:
     stream = AnswerStream(tokenizer, [], {ids[2]}, None)
     stream.push(ids[0])
     assert stream.finish_reason() == "length"
-
-
-def history() -> list[dict[str, Any]]:
-    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a.py"}'}}
-    return [
-        {"role": "user", "content": "What is in a.py?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "print(1)"},
-    ]
-
-
-def test_tools_reach_templates_that_know_none(embedded: Any) -> None:
-    prompts = Prompts(embedded[1])
-    text = prompts.render(history(), TOOLS, {})
-    assert text.startswith("<|im_start|>system\n# Tools") and json.dumps(TOOLS[0]) in text
-    assert '<tool_call>\n{"name": "look", "arguments": {"path": "a.py"}}\n</tool_call><|im_end|>' in text
-    assert "<|im_start|>user\n<tool_response>\nprint(1)\n</tool_response><|im_end|>" in text
-    with_system = prompts.render([{"role": "system", "content": "Be brief."}, *history()], TOOLS, {})
-    assert with_system.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
-
-
-def test_tools_reach_templates_that_know_them(embedded: Any) -> None:
-    template = (
-        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role }}:"
-        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.path }}{% endfor %};{% endfor %}"
-    )
-    prompts = Prompts(embedded[1], template)
-    assert prompts.render(history(), TOOLS, {}) == "[look]user:What is in a.py?;assistant:a.py;tool:print(1);"
-    assert embedded[1].chat_template != template
 
 
 def test_templates_that_are_particular(embedded: Any) -> None:

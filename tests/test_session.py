@@ -15,7 +15,8 @@ from tiny import copy_prompt, random_prompt, tiny, tiny_llama
 from transformers import GenerationConfig, StoppingCriteria
 
 from retrodraft import RetroDraft
-from retrodraft.sessions.session import MAX_SAVED_TOKENS, common_prefix, rotary_switch
+from retrodraft.sessions.prefix import common_prefix, rotary_switch
+from retrodraft.sessions.session import MAX_SAVED_TOKENS
 from retrodraft.workloads import render_prompt
 
 

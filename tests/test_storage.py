@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -240,6 +242,59 @@ def test_other_peoples_folders_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a file"):
         save(tmp_path / "thesis.txt", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("text", ['{"name": "a browser extension"}', '{"files": "retrodraft"}', ""])
+def test_foreign_manifests_are_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(ValueError, match="not the manifest of a store"):
+        save(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST] and (tmp_path / MANIFEST).read_text() == text
+
+
+@pytest.mark.parametrize("damage", ["version", "cut", "entry"])
+def test_what_cannot_be_read_stays_until_it_is_replaced(folder: Path, damage: str) -> None:
+    """A newer version's store is not emptied by a build that fails, and "build it anew" can be done in place."""
+    manifest = manifest_of(folder)
+    text = json.dumps({**manifest, "version": 99})
+    if damage == "entry":
+        text = json.dumps({**manifest, "files": {"a": 1}})
+    (folder / MANIFEST).write_text(text[:150] if damage == "cut" else text)
+    names = sorted(os.listdir(folder))
+    with pytest.raises(RuntimeError), writing(folder):
+        raise RuntimeError
+    assert sorted(os.listdir(folder)) == names
+    save(folder, 5)
+    assert check(folder, full=True) == 5 and len(os.listdir(folder)) == 5
+
+
+def test_a_first_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("mine", "new", "new"):
+        with pytest.raises(RuntimeError), writing(tmp_path / name) as writer:
+            writer.add("a", np.zeros(3, np.int32))
+            raise RuntimeError
+    assert os.listdir(tmp_path) == ["mine"] and os.listdir(tmp_path / "mine") == []
+    save(tmp_path / "new", 1)
+    assert check(tmp_path / "new") == 1
+
+
+def test_writers_wait_through_failures_of_others(tmp_path: Path) -> None:
+    """The folder of a failed first save vanishes while others wait for its lock; each is still alone in it."""
+    busy, crowds = [0], []
+
+    def fail(number: int) -> None:
+        with suppress(RuntimeError), writing(tmp_path / "store") as writer:
+            busy[0] += 1
+            crowds.append(busy[0])
+            writer.add("a", np.full(10, number, np.int32))
+            time.sleep(0.01)
+            busy[0] -= 1
+            raise RuntimeError
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(fail, range(48)))
+    assert crowds == [1] * 48 and list(tmp_path.rglob("*")) in ([], [tmp_path / "store"])
 
 
 def test_killed_writers(folder: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from chats import letters
-from test_tree import bucket, check_order, context_of
+from evidence import Offer, automaton_offers, check_order, context_of, match_cell
 from tiny import random_prompt, repetitive, tiny_llama
 
 from retrodraft import RetroDraft
@@ -23,7 +23,6 @@ from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import candidates as c
 from retrodraft.kernels.learning import learn_rows
 from retrodraft.kernels.suffix_array import MAX_MATCH
-from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN
 from retrodraft.retro import MAX_SHARDS, RetroStrategy
 
 VOCAB = 50
@@ -32,7 +31,6 @@ EMPTY: Shard = (np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int
 for array in EMPTY:
     array.flags.writeable = False  # as mapped ones are
 NOTHING = [(c.REQUEST, joined([]))]
-Offer = tuple[int, int, int, int, int, int, int]  # token, scope, shorter, length, count, total, number of followers
 
 
 def shards_of(folder: Path, parts: list[list[list[int]]]) -> list[tuple[np.ndarray, ...]]:
@@ -41,27 +39,6 @@ def shards_of(folder: Path, parts: list[list[list[int]]]) -> list[tuple[np.ndarr
     for i, documents in enumerate(parts):
         found += CorpusIndex.build(documents, folder / str(i)).arrays
     return found
-
-
-def automaton_offers(scope: int, automaton: SuffixAutomaton, context: list[int]) -> list[Offer]:
-    """What an automaton says after a context: the continuations of the match and of three shorter suffixes."""
-    state, length = automaton.follow(np.array(context, np.int32))
-    offers: list[Offer] = []
-    shorter = orders = 0
-    while state > 0 and length > 0 and orders < c.MAX_ORDERS:
-        edges = []
-        edge = int(automaton.states[state, HEAD])
-        while edge >= 0 and len(edges) < c.MAX_EDGES:
-            count = int(automaton.states[automaton.edges[edge, TARGET], COUNT])
-            edges.append((int(automaton.edges[edge, TOKEN]), count))
-            edge = int(automaton.edges[edge, NEXT])
-        total = sum(count for _, count in edges)
-        offers += [(token, scope, shorter, length, count, total, len(edges)) for token, count in edges if token >= 0]
-        shorter = 1 if edges else shorter
-        orders += 1
-        state = int(automaton.states[state, LINK])
-        length = int(automaton.states[state, LENGTH])
-    return offers
 
 
 def corpus_offers(documents: list[list[int]], context: list[int]) -> list[Offer]:
@@ -83,13 +60,6 @@ def corpus_offers(documents: list[list[int]], context: list[int]) -> list[Offer]
     return []
 
 
-def match_cell(offer: Offer) -> int:
-    _, scope, shorter, length, count, total, followers = offer
-    size = bucket(-length, (-2, -3, -5, -9, -17)) if length > 1 else 0
-    share = min(total, 3) - 1 if followers == 1 else 3 + bucket(count / total, (0.6, 0.3))
-    return 1 + ((scope * 2 + shorter) * 6 + size) * 6 + share
-
-
 def expected_candidates(offers: list[Offer]) -> dict[int, tuple[int, int]]:
     """Token -> match part of its cell, and sources: the longest match is the evidence, the first one of equals."""
     best: dict[int, Offer] = {}
@@ -107,21 +77,18 @@ def gathered(
     spans: np.ndarray | None = None, rows: AdjacencyRows | None = None,
 ) -> dict[int, tuple[int, int]]:  # fmt: skip
     """The kernel's answer: token -> cell and sources."""
-    tokens, cells = (np.empty(c.MAX_CANDIDATES, np.int32) for _ in range(2))
-    sources = np.empty(c.MAX_CANDIDATES, np.uint8)
+    found = np.empty((c.NUM_COLUMNS, c.MAX_CANDIDATES), np.int32)
     places = [automaton.follow(np.array(context, np.int32)) for _, automaton in stores]
-    found = c.gather(
+    count = c.gather(
         tuple(automaton.arrays for _, automaton in stores), np.array([scope for scope, _ in stores], np.int32),
         tuple(shards), (rows or AdjacencyRows(VOCAB, num_pairs=16)).arrays,
         np.array([state for state, _ in places], np.int32), np.array([length for _, length in places], np.int32),
         np.full(len(shards), MAX_MATCH, np.int32) if spans is None else spans,
-        context_of(context[-c.CONTEXT :]), tokens, cells, sources,
+        context_of(context[-c.CONTEXT :]), found, np.empty((2, c.MAX_EDGES), np.int32),
     )  # fmt: skip
-    assert len(set(tokens[:found].tolist())) == found
-    return {
-        int(token): (int(cell), int(source))
-        for token, cell, source in zip(tokens[:found], cells[:found], sources[:found], strict=True)
-    }
+    tokens, cells, sources = found[: c.SOURCES + 1, :count].tolist()
+    assert len(set(tokens)) == count
+    return {token: (cell, source) for token, cell, source in zip(tokens, cells, sources, strict=True)}
 
 
 def matched(found: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
@@ -151,7 +118,11 @@ def test_the_longest_match_of_all_stores_is_the_evidence(seed: int, tmp_path: Pa
         if rng.random() < 0.7:
             source = [*parts[0], *parts[1]][int(rng.integers(0, 5))]
             context += source[: int(rng.integers(1, len(source) + 1))]
-        offers = [offer for scope, text in stores for offer in automaton_offers(scope, text, context)]
+        offers = [
+            offer
+            for scope, text in stores
+            for offer in automaton_offers(scope, text, *text.follow(np.array(context, np.int32)))
+        ]
         offers += [offer for part in parts for offer in corpus_offers(part, context)]
         found = gathered(stores, shards, context)
         assert matched(found) == expected_candidates(offers)

@@ -173,9 +173,9 @@ def test_worst_cases_are_linear(name: str) -> None:
         out = np.empty(n, np.int32)
         best = float("inf")
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             suffix_array(text, out)
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.process_time() - start)
         seconds.append(best)
     assert seconds[1] < 4 * 2.5 * seconds[0] + 0.02
 

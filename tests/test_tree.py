@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from evidence import automaton_offers, bucket, check_order, context_of, match_cell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import repetitive
@@ -16,21 +16,14 @@ from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import candidates as c
 from retrodraft.kernels.adjacency import ONE, WIDTH
 from retrodraft.kernels.learning import learn_rows
-from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN, step
+from retrodraft.kernels.suffix_automaton import step
 from retrodraft.kernels.tree import MIN_PROB, build
 from retrodraft.retro import RetroStrategy
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
 
 VOCAB = 50
-
-
 NO_CORPORA = ((np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64)),)
-
-
-def context_of(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The newest tokens as the kernels take them."""
-    return np.array([*[-1] * (c.CONTEXT - len(token_ids)), *token_ids], np.int32)
 
 
 def learned(seed: int) -> tuple[SuffixAutomaton, AdjacencyRows, np.ndarray, np.ndarray]:
@@ -46,33 +39,13 @@ def learned(seed: int) -> tuple[SuffixAutomaton, AdjacencyRows, np.ndarray, np.n
     return SuffixAutomaton(text), rows, text, rng.random(c.NUM_CELLS).astype(np.float32)
 
 
-def bucket(value: float, bounds: tuple[float, ...]) -> int:
-    """How many of the falling bounds the value does not exceed."""
-    return sum(value <= bound for bound in bounds)
-
-
 def gather_in_python(
     automaton: SuffixAutomaton, rows: AdjacencyRows, state: int, length: int, previous: int, token: int
 ) -> dict[int, int]:
     """Token -> cell, written from the layout in `kernels/candidates.py`."""
     match: dict[int, int] = {}
-    shorter = orders = 0
-    while state > 0 and length > 0 and orders < c.MAX_ORDERS:
-        edges = []
-        edge = int(automaton.states[state, HEAD])
-        while edge >= 0 and len(edges) < c.MAX_EDGES:
-            count = int(automaton.states[automaton.edges[edge, TARGET], COUNT])
-            edges.append((int(automaton.edges[edge, TOKEN]), count))
-            edge = int(automaton.edges[edge, NEXT])
-        total = sum(count for _, count in edges)
-        for found, count in edges:
-            size = bucket(-length, (-2, -3, -5, -9, -17)) if length > 1 else 0
-            share = min(total, 3) - 1 if len(edges) == 1 else 3 + bucket(count / total, (0.6, 0.3))
-            match.setdefault(found, 1 + (shorter * 6 + size) * 6 + share)
-        shorter = 1 if edges else shorter
-        orders += 1
-        state = int(automaton.states[state, LINK])
-        length = int(automaton.states[state, LENGTH])
+    for offer in automaton_offers(c.REQUEST, automaton, state, length):
+        match.setdefault(offer[0], match_cell(offer))
     pair_row = dict(rows.row(token, previous)) if previous >= 0 else {}
     token_row = dict(rows.row(token))
     evidence = 0 if pair_row else 1 if token_row else 2
@@ -89,15 +62,16 @@ def gather_compiled(
     automaton: SuffixAutomaton, rows: AdjacencyRows, state: int, length: int, previous: int, token: int
 ) -> dict[int, int]:
     """The kernel's answer in the same form."""
-    tokens, cells = (np.empty(c.MAX_CANDIDATES, np.int32), np.empty(c.MAX_CANDIDATES, np.int32))
-    sources = np.empty(c.MAX_CANDIDATES, np.uint8)
-    found = c.gather(
+    found = np.empty((c.NUM_COLUMNS, c.MAX_CANDIDATES), np.int32)
+    count = c.gather(
         (automaton.arrays,), np.zeros(1, np.int32), NO_CORPORA, rows.arrays, np.array([state], np.int32),
-        np.array([length], np.int32), np.zeros(1, np.int32), context_of([previous, token]), tokens, cells, sources,
+        np.array([length], np.int32), np.zeros(1, np.int32), context_of([previous, token]), found,
+        np.empty((2, c.MAX_EDGES), np.int32),
     )  # fmt: skip
-    assert len(set(tokens[:found].tolist())) == found
-    assert all(sources[:found] > 0)
-    return dict(zip(tokens[:found].tolist(), cells[:found].tolist(), strict=True))
+    tokens, cells, sources = found[: c.SOURCES + 1, :count].tolist()
+    assert len(set(tokens)) == count
+    assert all(sources)
+    return dict(zip(tokens, cells, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -164,19 +138,6 @@ def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
     """Token paths of all nodes but the root."""
     mask = tree.ancestor_mask()
     return {tuple(tree.token_ids[mask[node].nonzero()[0][1:]].tolist()) for node in range(1, len(tree))}
-
-
-def check_order(tree: DraftTree) -> None:
-    """Depth-first, likeliest child first, depths and distinct siblings."""
-    assert all(tree.parents[node] < node for node in range(1, len(tree)))
-    for node in range(1, len(tree)):
-        assert tree.depths[node] == tree.depths[tree.parents[node]] + 1
-    for node in range(len(tree)):
-        children = [i for i in range(1, len(tree)) if tree.parents[i] == node]
-        assert len({int(tree.token_ids[i]) for i in children}) == len(children)
-        if children:
-            assert children[0] == node + 1
-            assert tree.probs[children[0]] == max(tree.probs[i] for i in children)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -138,6 +138,10 @@ def test_views_that_fail_are_named() -> None:
     register_view("bytes", lambda text: text.encode())  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="'bytes' must give text or None, got bytes"):
         forms("a")
+    unregister_view("bytes")
+    register_view("half", lambda text: text + "\ud83d")
+    with pytest.raises(ValueError, match="'half' gave half of a surrogate pair"):
+        forms("a")
     for name, function in (("", len), (None, len), ("x", "y")):
         with pytest.raises(ValueError, match="view"):
             register_view(name, function)  # type: ignore[arg-type]

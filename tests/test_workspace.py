@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from retrodraft.sessions.views import register_view, unregister_view, views
+from retrodraft.sessions.views import register_view, registered_views, unregister_view, views
 from retrodraft.sessions.workspace import MAX_FILE_BYTES, PROBE, Workspace
 
 CODE = "def f(x):\n    return x\n"
@@ -103,6 +104,30 @@ def test_own_views_come_and_go() -> None:
     register_view("upper", lambda text: text.upper() + "!")
     assert texts(workspace.token_streams(words))[-1] == CODE.upper() + "!"
     assert words.seen == [CODE.upper() + "!"]
+
+
+def test_a_view_that_fails_is_left_out() -> None:
+    """One warning, with the view and the file; the other views and files are there, also of the failing call."""
+    calls: list[str] = []
+
+    def broken(text: str) -> str:
+        calls.append(text)
+        return f"form of {text.index('y')}"  # not every text has one
+
+    register_view("broken", broken)
+    workspace, words = Workspace(), Words()
+    for path, text in (("a.py", "y = 1\n"), ("b.py", "z = 2\n"), ("c.py", "x = 3\n")):
+        workspace.add(path, text)
+    with pytest.warns(UserWarning, match="view 'broken' failed: ValueError: substring not found, on 'b.py'") as record:
+        streams = texts(workspace.token_streams(words))
+    assert len(record) == 1 and len(calls) == 2
+    assert streams[:3] == ["y = 1\n", "z = 2\n", "x = 3\n"]
+    assert "broken" not in dict(registered_views())
+    workspace.add("d.py", "w = 4\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "w = 4\n" in texts(workspace.token_streams(words))
+    assert len(calls) == 2
 
 
 def test_max_tokens_cuts_the_unlikely_views() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from retrodraft.commands import dense
 from retrodraft.commands.documents import (
     Selection,
     disk_errors,
@@ -34,6 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+app.add_typer(dense.app, name="dense")
 
 Index = Annotated[Path, typer.Argument(help="Folder of the index.")]
 Sources = Annotated[list[str], typer.Argument(help="Files and folders; - is standard input.")]

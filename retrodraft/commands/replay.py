@@ -23,7 +23,7 @@ def replay(
         str,
         typer.Option(
             help="Of prompt_lookup, suffix, goose, token_recycling, request, session, session:outputs, session:own, "
-            "session:others; comma between."
+            "session:others, views, views:NAME; comma between."
         ),
     ] = DEFAULT_SYSTEMS,
     limit: Annotated[int, typer.Option(min=0, help="Trajectories of each file, from its start; 0 takes all.")] = 0,
@@ -41,8 +41,9 @@ def replay(
     order, and what a session remembers stays within it.
 
     request sees the current request alone, session the file's earlier ones too. session:outputs remembers answers only,
-    session:own the same trajectory, session:others finished ones. The predicted speed-up is for greedy decoding of one
-    sequence on the machine of the cost curve.
+    session:own the same trajectory, session:others finished ones. views also drafts from the texts that a trajectory
+    was shown as if they were opened files, in every form in which an agent writes them; views:json in that form alone.
+    The predicted speed-up is for greedy decoding of one sequence on the machine of the cost curve.
 
     Example: retrodraft replay agent.jsonl --systems prompt_lookup,request,session -o report
     """

@@ -22,8 +22,11 @@ from retrodraft.baselines.lookup import PromptLookup
 from retrodraft.index.memory import MAX_BYTES, Memory
 from retrodraft.replay.costs import Costs
 from retrodraft.replay.logs import log_files, read_log
+from retrodraft.replay.opened import OpenedTexts, Tokenize
 from retrodraft.replay.tokens import Renderer, Turn
 from retrodraft.retro import RetroStrategy
+from retrodraft.sessions.prefix import common_prefix
+from retrodraft.sessions.views import registered_views
 from retrodraft.strategies import make_strategy
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree, Int32
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 
 BASELINES = ("prompt_lookup", "suffix", "goose", "token_recycling")
 ABLATIONS = ("session:outputs", "session:own", "session:others")
-SYSTEMS = (*BASELINES, "request", "session", *ABLATIONS)
+VIEWS = ("views", *(f"views:{name}" for name, _ in registered_views()))
+SYSTEMS = (*BASELINES, "request", "session", *ABLATIONS, *VIEWS)
 HF_NGRAM, HF_TOKENS = 2, 10  # Hugging Face's defaults of prompt lookup
 MAX_NODES = 1024
 OVERLAP = 32  # tokens of a new text's context that are remembered with it, as sessions do
@@ -51,6 +55,8 @@ NOTES = {
     "session:outputs": "session:outputs remembers answers only.",
     "session:own": "session:own remembers the earlier requests of the same trajectory only.",
     "session:others": "session:others remembers finished trajectories only.",
+    "views": "views is session that also takes the texts a trajectory was shown for opened files, in all their views.",
+    **{name: f"{name} does so in this view alone." for name in VIEWS[1:]},
 }
 
 
@@ -106,9 +112,18 @@ class Tally:
 
 
 class System:
-    """One system on one log file."""
+    """One system on one log file; `tokenize` gives a text's ids to the systems that make views."""
 
-    def __init__(self, name: str, vocab_size: int, costs: Costs, budget: Budget, room: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        vocab_size: int,
+        costs: Costs,
+        budget: Budget,
+        room: int,
+        max_bytes: int,
+        tokenize: Tokenize | None = None,
+    ) -> None:
         self.name, self._costs, self._budget, self._max_bytes = name, costs, budget, max_bytes
         self._room = room  # the most nodes of a tree
         self.strategy: Any
@@ -118,8 +133,11 @@ class System:
                 self.strategy = PromptLookup(vocab_size, max_ngram=HF_NGRAM, max_tokens=HF_TOKENS)
         else:
             self.strategy = RetroStrategy(vocab_size)
-        self._memory = Memory(max_bytes) if name.startswith("session") else None
-        self._scope = name.partition(":")[2]  # what of the history is remembered; empty for all
+        self._memory = Memory(max_bytes) if name.startswith(("session", "views")) else None
+        kind, _, part = name.partition(":")
+        self._scope = part if kind == "session" else ""  # what of the history is remembered; empty for all
+        self._view = part if kind == "views" else None  # what files are seen in; empty for all, None without files
+        self._tokenize = tokenize
 
     def play(self, turns: Sequence[Turn]) -> list[Tally]:
         """Replay a trajectory; a tally for each of its requests."""
@@ -128,16 +146,21 @@ class System:
         tallies: list[Tally] = []
         held: list[Int32] = []
         last = np.empty(0, np.int32)
+        opened = None
+        if self._view is not None and self._tokenize is not None:
+            opened = OpenedTexts(self._tokenize, self._view)
         for turn in turns:
             tally = Tally(num_requests=1)
             start = time.thread_time()
+            if self._memory is not None and opened is not None:
+                self._memory.set_files(opened.streams(turn.shown))
             row = self.strategy.row(self._memory) if self._memory is not None else self.strategy.row()
             self._begin(row, turn)
             tally.begin_seconds += time.thread_time() - start
             self._walk(row, turn, tally)
             start = time.thread_time()
             text = np.concatenate([turn.prompt, turn.answer])
-            known = _common_prefix(last, text)
+            known = common_prefix(last, text)
             last, new = text, text[max(known - OVERLAP, 0) :]
             if self._scope == "outputs":
                 new = text[max(len(turn.prompt) - ROLE_TOKENS, 0) :]
@@ -228,12 +251,6 @@ def accepted_path(tree: DraftTree, answer: list[int], done: int) -> list[int]:
     return path
 
 
-def _common_prefix(first: Int32, second: Int32) -> int:
-    size = min(len(first), len(second))
-    differing = np.flatnonzero(first[:size] != second[:size])
-    return int(differing[0]) if len(differing) else size
-
-
 @dataclass(frozen=True)
 class Played:
     """A request as it was replayed, and what the figures are grouped by."""
@@ -276,7 +293,7 @@ def replay_logs(
     total, done = sum(len(item.requests) for log in logs.values() for item in log), 0
 
     def make(name: str) -> System:
-        return System(name, len(tokenizer), costs, Budget(nodes, curve), room, max_bytes)
+        return System(name, len(tokenizer), costs, Budget(nodes, curve), room, max_bytes, renderer.ids)
 
     _warm_up(make, systems)
     results: dict[str, Any] = {}

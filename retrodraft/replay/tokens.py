@@ -26,6 +26,7 @@ class Turn:
     prompt: Int32
     answer: Int32  # ends with the end-of-turn token, where the tokenizer has one
     top: TopLogits | None = None  # top[i] is what the target said where it emitted answer[i]
+    shown: tuple[str, ...] = ()  # what tools and users have said so far
 
 
 class Renderer:
@@ -45,7 +46,8 @@ class Renderer:
         """
         turns: list[Turn] = []
         buffers: list[list[int]] = []  # texts, each longer by a turn; prompts become views into them
-        places: list[tuple[int, int, int, TopLogits | None]] = []  # buffer, start and end of the answer, logits
+        # Buffer, start and end of the answer, logits, what was shown.
+        places: list[tuple[int, int, int, TopLogits | None, tuple[str, ...]]] = []
         known, start, before = "", 0, ""  # text of the newest buffer, tokens in it before its last answer, their text
         for request in trajectory.requests:
             try:
@@ -55,11 +57,11 @@ class Renderer:
             if text is None:
                 buffers.append(self._refused(request, trajectory.where))
             elif known and text.startswith(known):
-                buffers[-1].extend(self._ids(text[len(known) :]))
+                buffers[-1].extend(self.ids(text[len(known) :]))
             elif before and text.startswith(before):  # the template alters earlier answers
-                buffers.append([*buffers[-1][:start], *self._ids(text[len(before) :])])
+                buffers.append([*buffers[-1][:start], *self.ids(text[len(before) :])])
             else:
-                buffers.append(self._ids(text))
+                buffers.append(self.ids(text))
             if not buffers[-1]:
                 raise ValueError(f"{trajectory.where}: the prompt of a request gives no tokens")
             start, before = len(buffers[-1]), text or ""
@@ -67,10 +69,11 @@ class Renderer:
             answer_ids, top = self._answer(answer, request)
             buffers[-1].extend(answer_ids)
             if answer_ids:
-                places.append((len(buffers) - 1, start, len(buffers[-1]), top))
+                shown = tuple(str(m["content"]) for m in request.messages if m["role"] in ("tool", "user"))
+                places.append((len(buffers) - 1, start, len(buffers[-1]), top, shown))
         arrays = [np.array(buffer, np.int32) for buffer in buffers]
-        for index, begin, stop, top in places:
-            turns.append(Turn(arrays[index][:begin], arrays[index][begin:stop], top))
+        for index, begin, stop, top, shown in places:
+            turns.append(Turn(arrays[index][:begin], arrays[index][begin:stop], top, shown))
         return turns
 
     def _texts(self, request: Request, tools: Any) -> tuple[str | None, str]:
@@ -124,7 +127,8 @@ class Renderer:
         special = [token for token in tokens if token and tail.startswith(token)]
         return str(max(special, key=len) if special else self.tokenizer.eos_token or "")
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Token ids of a text by itself."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _answer(self, text: str, request: Request) -> tuple[list[int], TopLogits | None]:
@@ -132,7 +136,7 @@ class Renderer:
         content = str(request.answer["content"])
         starts = _starts(request.logprobs, content) if request.logprobs and text.startswith(content) else {}
         if not starts or not self.tokenizer.is_fast:
-            return self._ids(text), None
+            return self.ids(text), None
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = np.full((len(encoded.input_ids), TOP_WIDTH), -1, np.int32)
         probs = np.zeros(token_ids.shape, np.float32)
@@ -147,7 +151,7 @@ class Renderer:
 
     def _single_token(self, text: str) -> int:
         if text not in self._single:
-            ids = self._ids(text)
+            ids = self.ids(text)
             self._single[text] = ids[0] if len(ids) == 1 and self.tokenizer.decode(ids) == text else -1
         return self._single[text]
 

@@ -54,7 +54,7 @@ class Prompts:
                 param="messages", code="no_chat_template",
             )  # fmt: skip
         knows_tools = "tools" in (template if isinstance(template, str) else json.dumps(template))
-        messages = [_with_parsed_arguments(message) for message in messages]
+        messages = _with_tool_names([_with_parsed_arguments(message) for message in messages])
         if not knows_tools:
             messages = _tools_as_text(messages, tools)
         arguments: dict[str, Any] = {**template_kwargs, "tokenize": False, "add_generation_prompt": True}
@@ -64,8 +64,9 @@ class Prompts:
             return self._render(messages, arguments)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             first = error
-        try:  # some templates take no system message, or want user and assistant in turn
-            return self._render(_in_turn(messages), arguments)
+        arguments.pop("tools", None)
+        try:  # some templates take no system message, want user and assistant in turn, or one call in a message
+            return self._render(_in_turn(_tools_as_text(messages, tools if knows_tools else None)), arguments)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
             reason = str(first).splitlines()[0] if str(first) else type(first).__name__
             message = f"the model's chat template refuses the messages: {reason}"
@@ -93,7 +94,7 @@ class Prompts:
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Arguments of tool calls as objects, which templates expect; clients send them as JSON text."""
     if not message.get("tool_calls"):
-        return message
+        return {key: value for key, value in message.items() if key != "tool_calls"}  # an empty list is none
     calls = []
     for call in message["tool_calls"]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -107,6 +108,17 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
                 pass  # a model's broken JSON is history all the same
         calls.append({**call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}
+
+
+def _with_tool_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool results with their function's name, which some templates show; clients send the call's id alone."""
+    names = {str(call.get("id")): call["function"]["name"] for m in messages for call in m.get("tool_calls") or ()}
+    return [
+        {"name": names[str(m.get("tool_call_id"))], **m}
+        if m["role"] == "tool" and str(m.get("tool_call_id")) in names
+        else m
+        for m in messages
+    ]
 
 
 def _tools_as_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -138,5 +150,5 @@ def _in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if merged and merged[-1]["role"] == role:
             merged[-1] = {"role": role, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
         else:
-            merged.append({**message, "role": role})
+            merged.append({"role": role, "content": message["content"]})
     return merged

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from retrodraft.server.protocol import ApiError
+from retrodraft.sessions.prefix import common_prefix
 from retrodraft.sessions.saved import list_sessions
-from retrodraft.sessions.session import common_prefix
 from retrodraft.sessions.workspace import MAX_FILE_BYTES
 from retrodraft.tree import Int32
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 SEARCH_SECONDS = 2.0  # new files of the workspace are looked for no more often; changed ones are seen at once
-SMALL_LOSS = 1024  # tokens of a session that a request may roll back without being its continuation
-IDLE_SECONDS = 60.0  # a session that was not used for so long may be rolled back further
+HEADER_TOKENS = 4  # the beginning of an answer, which some templates write otherwise once it is history
 PENDING_CHARS = 64 << 20  # file texts that wait for a session's next request
 
 log = logging.getLogger("retrodraft.server")
@@ -41,6 +40,7 @@ class Entry:
     last_used: float = field(default_factory=time.time)
     num_requests: int = 0
     num_tokens: int = 0
+    num_prompt: int = 0  # tokens of the last prompt; 0 before the first answer
     changed: bool = False  # since it was saved
     saved: float = field(default_factory=time.monotonic)
     files: dict[str, str | None] = field(default_factory=dict)  # to be added, or removed where None, before a request
@@ -137,7 +137,7 @@ class Sessions:
 
     def release(self, entry: Entry) -> None:
         """Note what a request left in its session."""
-        entry.num_tokens = len(entry.session.token_ids)
+        entry.num_tokens, entry.num_prompt = len(entry.session.token_ids), entry.session.stats.num_prompt_tokens
         entry.num_requests += 1
 
     def save_changed(self, older_than: float = 0.0) -> None:
@@ -162,19 +162,18 @@ class Sessions:
         return entry
 
     def _by_prefix(self, namespace: str, prompt: Int32) -> str | None:
-        """The session that the prompt goes on with: the one with the longest common prefix, if it is worth joining.
+        """The session that the prompt goes on with: one whose last prompt it repeats, of several the longest.
 
-        Joining rolls the session back to that prefix. Where the prompt shares little more than a system prompt with
-        the long session of another agent, that agent would lose more than this one gains.
+        The answer may come back in another form (cut at a stop text, without its reasoning), or be asked for again. A
+        prompt that shares less, for instance a system prompt with another agent's session, would roll that session
+        back; it gets a session of its own, which begins with a copy of the shared keys and values.
         """
         best, longest = None, 0
         for entry in self._entries.values():
-            if entry.namespace == namespace and entry.session is not None:
-                held = entry.session.token_ids
-                common = common_prefix(prompt, held)
-                loss, idle = len(held) - common, time.time() - entry.last_used > IDLE_SECONDS
-                joins = loss <= common or (2 * common >= len(prompt) and (loss <= SMALL_LOSS or idle))
-                if joins and common >= max(longest, 1):
+            if entry.namespace == namespace and entry.session is not None and entry.num_prompt:
+                common = common_prefix(prompt, entry.session.token_ids)
+                repeated = common >= entry.num_prompt - min(HEADER_TOKENS, entry.num_prompt // 8)
+                if repeated and common >= longest:
                     best, longest = entry.name, common
         return best
 

@@ -1,19 +1,17 @@
-"""From token ids to text deltas: whole characters, stop texts, tool calls.
+"""From token ids to deltas: whole characters, stop texts, tool calls.
 
 Streamed and whole answers come from the same deltas, so they are equal.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from retrodraft.server.prompts import CALL_CLOSE, CALL_OPEN
+from retrodraft.server.calls import MARKS, CallSplitter, overlap
 
 BROKEN = "\ufffd"  # what half a character decodes to
 MOST_PENDING = 16  # a character has at most 4 tokens: after more, the bytes are no text at all
@@ -47,16 +45,21 @@ class Delta:
 
 
 class TokenText:
-    """Text of a growing list of tokens; half a character waits for its other half, and is dropped if none comes."""
+    """Text of a growing list of tokens; half a character waits for its other half, and is dropped if none comes.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    Special tokens have no text, but for those in `shown`, a map from their ids.
+    """
+
+    def __init__(self, tokenizer: Any, shown: Mapping[int, str] | None = None) -> None:
+        self._tokenizer, self._special = tokenizer, shown or {}
         self._ids: list[int] = []
         # Text of ids[shown:] minus text of ids[shown:read] is new: some tokenizers treat a text's first token apart.
         self._shown = self._read = 0
 
     def push(self, token: int) -> str:
         """Text that is complete with this token."""
+        if token in self._special:
+            return self.flush() + self._special[token]
         self._ids.append(token)
         before = self._decode(self._ids[self._shown : self._read])
         text = self._decode(self._ids[self._shown :])
@@ -96,7 +99,7 @@ class StopText:
         if found:
             self.stopped = True
             return self._cut(min(found))
-        return self._cut(len(self._held) - max((_overlap(self._held, stop) for stop in self._stops), default=0))
+        return self._cut(len(self._held) - max((overlap(self._held, stop) for stop in self._stops), default=0))
 
     def flush(self) -> str:
         """What was held back, once no more text comes."""
@@ -105,75 +108,6 @@ class StopText:
     def _cut(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]
         return text
-
-
-class CallSplitter:
-    """Takes tool calls out of the text: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, or an answer that
-    is nothing but such an object. What does not parse, or names no known tool, stays text."""
-
-    def __init__(self, names: set[str], parallel: bool) -> None:
-        self._names, self._parallel = names, parallel
-        self._held = ""
-        self._inside = False
-        self._started = False
-        self.num_calls = 0
-
-    def push(self, text: str) -> Delta:
-        """Text and calls that are complete by now."""
-        self._held += text
-        delta = Delta()
-        while self._advance(delta):
-            pass
-        return delta
-
-    def flush(self) -> Delta:
-        """The rest of the answer: an object alone, or what looked like the beginning of a call."""
-        delta = Delta()
-        rest = self._held.lstrip().removeprefix(CALL_OPEN) if self._inside else self._held
-        if not (rest.strip().startswith("{") and (self._inside or not self._started) and self._call(rest, delta)):
-            delta.text += self._held if self._held.strip() or not self.num_calls else ""
-        self._held = ""
-        return delta
-
-    def _advance(self, delta: Delta) -> bool:
-        """Move one piece of what is held into the delta; False where more text is needed."""
-        if self._inside:
-            end = self._held.find(CALL_CLOSE)
-            if end < 0:
-                return False
-            if not self._call(self._held[:end].lstrip().removeprefix(CALL_OPEN), delta):
-                delta.text += self._held[: end + len(CALL_CLOSE)]
-            self._held, self._inside = self._held[end + len(CALL_CLOSE) :], False
-            return True
-        if not self._started and self._held.lstrip()[:1] in ("", "{"):
-            return False  # perhaps an object alone; known at the end
-        start = self._held.find(CALL_OPEN)
-        if start >= 0:
-            start = len(self._held[:start].rstrip())
-            delta.text += self._held[:start]
-            self._held, self._inside, self._started = self._held[start:], True, True
-            return True
-        # Blanks wait too: with a call they are dropped.
-        keep = len(self._held[: len(self._held) - _overlap(self._held, CALL_OPEN)].rstrip())
-        delta.text += self._held[:keep]
-        self._held, self._started = self._held[keep:], self._started or keep > 0
-        return False
-
-    def _call(self, text: str, delta: Delta) -> bool:
-        """Add the call that `text` spells; False if it spells none."""
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            return False
-        if not isinstance(record, dict) or record.get("name") not in self._names:
-            return False
-        arguments = record.get("arguments", record.get("parameters", {}))
-        if self._parallel or not self.num_calls:
-            spelled = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            function = {"name": record["name"], "arguments": spelled}
-            delta.calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-            self.num_calls += 1
-        return True
 
 
 class AnswerStream:
@@ -187,7 +121,7 @@ class AnswerStream:
         tool_names: set[str] | None,
         parallel_calls: bool = True,
     ) -> None:
-        self._text = TokenText(tokenizer)
+        self._text = TokenText(tokenizer, _call_marks(tokenizer) if tool_names is not None else None)
         self._stop = StopText(stops)
         self._calls = CallSplitter(tool_names, parallel_calls) if tool_names is not None else None
         self._eos = eos_token_ids
@@ -220,7 +154,7 @@ class AnswerStream:
         if not self.stopped:
             delta.logprobs += [logprob for _, logprob in self._waiting]
         if self._calls is not None:
-            delta.extend(self._calls.flush())
+            delta.extend(Delta(*self._calls.flush()))
         return delta
 
     def finish_reason(self) -> str:
@@ -233,7 +167,7 @@ class AnswerStream:
         self._passed += len(text)
         ready = [logprob for begin, logprob in self._waiting if begin < self._passed]
         self._waiting = self._waiting[len(ready) :]
-        delta = self._calls.push(text) if self._calls is not None else Delta(text)
+        delta = Delta(*self._calls.push(text)) if self._calls is not None else Delta(text)
         delta.logprobs = ready
         return delta
 
@@ -259,6 +193,11 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+def _call_marks(tokenizer: Any) -> dict[int, str]:
+    """The tokens that this model's tool calls begin and end with."""
+    return {token_id: token for token, token_id in tokenizer.get_added_vocab().items() if token in MARKS}
+
+
 def _token_record(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
     data = token_bytes(tokenizer, token)
     value = logprob if math.isfinite(logprob) else -9999.0  # JSON has no infinity; OpenAI sends this number too
@@ -271,11 +210,3 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop`, not all of it, that `text` ends with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

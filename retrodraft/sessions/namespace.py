@@ -46,7 +46,7 @@ class Namespace:
         """Read changed files again and bring the memory's texts up to date, under the lock `drafting`.
 
         Nothing where nothing changed. A removed file is forgotten at once; what a file said before a change is too,
-        unless there are very many files (`Memory.set_files`). Raises ValueError if a registered view fails.
+        unless there are very many files (`Memory.set_files`).
         """
         with self._lock:
             self.workspace.refresh()

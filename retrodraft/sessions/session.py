@@ -2,7 +2,8 @@
 
 A coding agent calls the model with a history that grows, and most of what it emits repeats files, tool output and
 earlier turns. A session keeps the longest common prefix of its cache and the new prompt (the rest is rolled back, also
-when the client has edited or cut the history), so a turn feeds its new tokens alone.
+when the client has edited or cut the history), so a turn feeds its new tokens alone. Where another session of the
+namespace holds clearly more of the prompt (agents share a system prompt), it begins with a copy of that one's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from retrodraft.cache import DraftCache, cached_length
 from retrodraft.compat import CACHE_ARG, CACHE_ARGS
@@ -25,6 +26,7 @@ from retrodraft.index.fingerprint import tokenizer_fingerprint
 from retrodraft.models import model_id
 from retrodraft.retro import RetroStrategy
 from retrodraft.sessions.namespace import Namespace, Origin, joined_texts, load_saved
+from retrodraft.sessions.prefix import common_prefix, keeps_cache, rotary_switch
 from retrodraft.sessions.saved import MAX_NAME, SessionRecord, save_session
 from retrodraft.stats import DecodingStats
 from retrodraft.strategy import StrategyRow
@@ -37,14 +39,7 @@ if TYPE_CHECKING:
 OVERLAP = 32  # tokens of a new text's context that are remembered with it
 MAX_NAMESPACE_BYTES = 2 << 30  # of all texts and rows; open sessions keep theirs
 MAX_SAVED_TOKENS = 1 << 20  # newest tokens of a session that are saved
-
-# Arguments of `generate` that leave keys and values alone. Others may reach the model's forward (position_ids, images,
-# an adapter's name), so that what it makes of a prefix in one call is not what it would make of it in another.
-_HARMLESS = {
-    "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
-    "prefix_allowed_tokens_fn", "synced_gpus", "streamer", "tokenizer", "use_model_defaults",
-    *GenerationConfig().to_dict(),
-}  # fmt: skip
+COPIED_FROM = 64  # so many more tokens of a prompt must another session's cache hold, to be copied
 
 
 class Session:
@@ -74,6 +69,7 @@ class Session:
         self._num_rows = 0  # sequences of the call that is running
         self._cache: DraftCache | None = None
         self._cached: Int32 = np.empty(0, np.int32)  # the tokens whose keys and values the cache holds
+        self._copied = 0  # tokens of the running call whose keys and values another session of the namespace had
         self._prediction: Int32 | None = None
         self._lock = threading.RLock()
         if store is not None:
@@ -119,6 +115,7 @@ class Session:
             if self.closed:
                 raise ValueError(f"session {self.name!r} is closed: RetroDraft.session gives a new one")
             self.namespace.refresh_files(self._tokenize, self._rd._lock)
+            self._copied = 0
             cache = self._reusable(kwargs)
             if cache is not None:
                 kwargs[CACHE_ARG] = cache
@@ -183,6 +180,27 @@ class Session:
             finally:
                 self._lock.release()
 
+    def copied_cache(self, prompt: Int32) -> DraftCache | None:
+        """A copy of the keys and values of the tokens that a prompt begins with, for another session of the namespace.
+
+        None while a call is running, and where a sliding window has passed the place.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            kept = min(common_prefix(self._cached, prompt), len(prompt) - 1)
+            if self._cache is None or kept < 1:
+                return None
+            native = DynamicCache(config=self._rd.model.config.get_text_config(decoder=True))
+            self._cache.export(native, [0], len(self._cached))
+            if not any(native.is_sliding):  # a window's states end where the text does, and are copied whole
+                for layer in (each for each in native.layers if each.is_initialized):
+                    layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
+            copied = DraftCache(native, 1)
+            return copied if copied.rollback(kept) else None
+        finally:
+            self._lock.release()
+
     def close(self) -> None:
         """Save, if there is a store, and leave: the texts stay in the namespace, keys and values go."""
         with self._lock:
@@ -244,46 +262,31 @@ class Session:
             self._prediction = None
 
     def _reusable(self, kwargs: dict[str, Any]) -> DraftCache | None:
-        """The cache, rolled back to what it shares with a prompt of one row; an empty one where nothing is shared.
+        """The cache, rolled back to what it shares with the prompt, or a copy of another session's that shares more.
 
-        None for a call whose keys and values can't be kept, or differ from those that other calls make.
+        An empty one where nothing is shared; None for a call that can't use one.
         """
-        input_ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-        configs = [kwargs.get("generation_config"), self._rd.model.generation_config]
-
-        def setting(name: str) -> Any:
-            found = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
-            return next((value for value in found if value is not None), None)
-
-        if self._rd.capabilities.mode not in ("tree", "chain"):
+        if not keeps_cache(self._rd, kwargs):
             return None
-        if input_ids.shape[0] * (setting("num_return_sequences") or 1) != 1:
-            return None
-        if any(value is not None and name not in _HARMLESS for name, value in kwargs.items()):
-            return None
-        if setting("use_cache") is False or setting("cache_implementation") is not None:
-            return None
-        if mask is None:
-            pad = setting("pad_token_id")  # generate takes these for padding
-            if pad is not None and bool((input_ids == pad).any()):
-                return None
-        elif mask.shape != input_ids.shape or not bool(mask.all()):
-            return None
-        text_config = self._rd.model.config.get_text_config(decoder=True)
-        if input_ids.shape[1] >= rotary_switch(text_config):
-            return None
-        prompt = input_ids[0].cpu().to(torch.int32).numpy()
+        prompt = kwargs["input_ids"][0].cpu().to(torch.int32).numpy()
         kept = min(common_prefix(self._cached, prompt), len(prompt) - 1)  # the last token is fed, for its logits
+        shared = {each: common_prefix(each._cached, prompt) for each in self._table.neighbours(self)}
+        for other in sorted(shared, key=shared.__getitem__, reverse=True):
+            if shared[other] < kept + COPIED_FROM:
+                break
+            if (copied := other.copied_cache(prompt)) is not None:
+                self._copied = copied.lengths[0]
+                return copied
         if self._cache is not None and kept > 0 and self._cache.rollback(kept):
             return self._cache
-        return DraftCache(DynamicCache(config=text_config), 1)
+        return DraftCache(DynamicCache(config=self._rd.model.config.get_text_config(decoder=True)), 1)
 
     def _remember(self, sequences: Int32, mask: torch.Tensor | None, cache: DraftCache | None) -> None:
         """Take what a call brought: keys and values, the texts (each but what was known of it), the counts."""
         for index, row in enumerate(sequences):
             if len(sequences) > 1:
                 row = _unpadded(row, None if mask is None else mask[index * len(mask) // len(sequences)])
-            known = common_prefix(self.token_ids, row)
+            known = max(common_prefix(self.token_ids, row), self._copied)
             self._add_text(row[max(known - OVERLAP, 0) :])
             self.token_ids = row.copy()
         if cache is not None and cached_length(cache):
@@ -360,6 +363,12 @@ class SessionTable:
             self._origin = Origin(model_id(rd.model), tokenizer_fingerprint(rd.tokenizer), rd.vocab_size)
         return self._origin
 
+    def neighbours(self, session: Session) -> list[Session]:
+        """The other open sessions of a session's namespace."""
+        with self._lock:
+            sessions = list(self._sessions.values())
+        return [each for each in sessions if each is not session and each.namespace is session.namespace]
+
     def used(self, session: Session) -> None:
         """Note that a session's call ended; keys and values beyond the budget are dropped, oldest sessions first."""
         with self._lock:
@@ -394,34 +403,6 @@ def _fresh_rows(rd: RetroDraft) -> AdjacencyRows:
     if not isinstance(rd.strategy, RetroStrategy):
         raise ValueError("sessions draft with strategy='retro'")
     return rd.strategy.adjacency.fresh()
-
-
-def common_prefix(first: Int32, second: Int32) -> int:
-    """Number of leading tokens that two texts share."""
-    size = min(len(first), len(second))
-    differing = np.flatnonzero(first[:size] != second[:size])
-    return int(differing[0]) if len(differing) else size
-
-
-def rotary_switch(config: Any) -> int:
-    """Length of a text from which on a model turns its keys by other frequencies than in shorter texts, all of them.
-
-    Dynamic and long RoPE: what was cached below no longer serves. 2**30 for the many models that do not.
-    """
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    limits = [1 << 30]
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # or one for each layer type
-        if each.get("rope_type", each.get("type")) in ("dynamic", "longrope"):
-            limits += [
-                length
-                for length in (
-                    each.get("original_max_position_embeddings"),
-                    getattr(config, "original_max_position_embeddings", None),
-                    getattr(config, "max_position_embeddings", None),
-                )
-                if isinstance(length, int)
-            ][:1]
-    return min(limits)
 
 
 def _unpadded(row: Int32, mask: torch.Tensor | None) -> Int32:

@@ -28,7 +28,7 @@ def views(text: str) -> Iterator[tuple[str, str]]:
     out.
 
     Raises:
-        ValueError: a registered function failed or gave something that is neither text nor None; names the view.
+        ValueError: a registered function failed, or gave neither valid text nor None; names the view.
     """
     seen: set[str] = set()
     for name, view in registered_views():
@@ -46,6 +46,10 @@ def apply_view(name: str, view: View, text: str) -> str | None:
         raise ValueError(f"view {name!r} failed: {type(error).__name__}: {error}") from error
     if form is not None and not isinstance(form, str):
         raise ValueError(f"view {name!r} must give text or None, got {type(form).__name__}")
+    try:
+        (form or "").encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"view {name!r} gave half of a surrogate pair, which can't be tokenised") from None
     return form
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrodraft.index.files import Skipped, find_files
-from retrodraft.sessions.views import View, apply_view, registered_views
+from retrodraft.sessions.views import View, apply_view, registered_views, unregister_view
 
 MAX_FILE_BYTES = 2_000_000
 PROBE = "def f(x):\n\treturn {'é': x + 12345}\n"  # tells two tokenizers apart by its tokens
@@ -153,11 +154,10 @@ class Workspace:
             tokenize: ids of a text, without special tokens.
             max_tokens: of all streams together; no stream is cut, and the first that does not fit is the end.
 
-        Raises:
-            ValueError: a registered view failed.
+        A registered view that fails is unregistered with a warning; the others go on.
         """
         with self._lock:
-            texts = {file.digest: file.text for file in self._files.values()}
+            texts = {file.digest: (path, file.text) for path, file in self._files.items()}
             self._calls += 1
             call = self._calls
             self._forms = {key: form for key, form in self._forms.items() if key[0] in texts}
@@ -166,17 +166,21 @@ class Workspace:
         found: list[Tokens] = []
         total = 0
         for name, view in registered_views():
-            for digest, text in texts.items():
+            for digest, (path, text) in texts.items():
                 form, written = self._forms.get((digest, view)), None
                 if form is None:
-                    written = apply_view(name, view, text) or ""
+                    written = _form_of(name, view, path, text)
+                    if written is None:
+                        break  # with this view, for all files
                     form = self._forms[digest, view] = _digest(written)
                 if form in seen:
                     continue
                 seen.add(form)
                 stream = self._kept(tokenizer, form, call)
                 if stream is None:
-                    written = apply_view(name, view, text) or "" if written is None else written
+                    written = _form_of(name, view, path, text) if written is None else written
+                    if written is None:
+                        break
                     stream = np.array(tokenize(written) if written else [], np.int32)
                     stream.setflags(write=False)
                     self._keep(tokenizer, form, stream, call)
@@ -232,8 +236,19 @@ class Workspace:
         self.version += 1
 
 
+def _form_of(name: str, view: View, path: str, text: str) -> str | None:
+    """What a view makes of a file, empty where there is no such form; None if it failed and was unregistered."""
+    try:
+        return apply_view(name, view, text) or ""
+    except ValueError as error:
+        if dict(registered_views()).get(name) is view:  # else another thread has told it already
+            unregister_view(name)
+            warnings.warn(f"{error}, on {path!r}; drafting goes on without this view", stacklevel=2)
+        return None
+
+
 def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
 
 
 def _stamp(location: str) -> Stamp | None:
