@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from retrodraft.index.storage import IndexFormatError, open_store, writing
+from retrodraft.index.storage import IndexFormatError, StoreWriter, open_store, writing
 
 try:
     import faiss
@@ -36,6 +36,7 @@ CODE_BYTES = 16
 TRAIN_ROWS = 200_000
 PROBES = 16  # lists that a query looks into
 BLOCK_ROWS = 65_536
+FIT_ROWS = 16_384  # states that a projection is fitted on
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class DenseIndex:
 
     def __init__(self, projection: Projection) -> None:
         self.projection = projection
+        self.info: dict[str, Any] = {}  # of the manifest it was opened from
         self.num_skipped = 0  # rows that had no usable key
         self._size = 0
         self._keys = np.empty((0, projection.components.shape[1]), np.float16)  # rows beyond the size are unused
@@ -100,16 +102,32 @@ class DenseIndex:
         if positions.shape != (len(keys),):
             raise ValueError(f"{len(keys)} states need as many positions, got shape {positions.shape}")
         self.num_skipped += int(len(keys) - usable.sum())
-        if not usable.any():
+        self._append(keys[usable].astype(np.float16), positions[usable])
+
+    def take(self, other: DenseIndex, shift: int) -> None:
+        """Add the rows of an index with the same projection, its positions moved by `shift`."""
+        mine, theirs = self.projection, other.projection
+        if not (np.array_equal(mine.mean, theirs.mean) and np.array_equal(mine.components, theirs.components)):
+            raise ValueError("the two indexes have different projections")
+        self.num_skipped += other.num_skipped
+        self._append(other._keys[: len(other)], other._positions[: len(other)] + shift)
+
+    @property
+    def positions(self) -> Int64:
+        """Corpus position of every row."""
+        return self._positions[: len(self)]
+
+    def _append(self, keys: npt.NDArray[np.float16], positions: Int64) -> None:
+        if not len(keys):
             return
-        start, self._size = self._size, self._size + int(usable.sum())
+        start, self._size = self._size, self._size + len(keys)
         if self._size > len(self._keys):
             room = max(2 * start, self._size)
             self._keys, self._positions, self._lists = (
                 _resized(array, start, room) for array in (self._keys, self._positions, self._lists)
             )
-        self._keys[start : self._size] = keys[usable]
-        self._positions[start : self._size] = positions[usable]
+        self._keys[start : self._size] = keys
+        self._positions[start : self._size] = positions
         limit = FLAT_ROWS if self._trained_size == 0 else 2 * self._trained_size
         if self._size > limit or _coded(self._size) != _coded(start):
             self._searcher = None  # the next search trains anew
@@ -135,6 +153,11 @@ class DenseIndex:
 
     def save(self, path: Path | str, info: dict[str, Any] | None = None) -> None:
         """Write to the folder `path`, replacing a store that is there; `info` (JSON) says which model and corpus."""
+        with writing(path) as writer:
+            self.write(writer, info)
+
+    def write(self, writer: StoreWriter, info: dict[str, Any] | None = None) -> None:
+        """`save` for whoever is the folder's writer already."""
         if self._searcher is None:
             self._build()
         size = len(self)
@@ -146,15 +169,15 @@ class DenseIndex:
             arrays["centroids"] = self._searcher.quantizer.reconstruct_n(0, self._searcher.nlist)
             if _coded(size):
                 arrays["codebook"] = faiss.vector_to_array(self._searcher.pq.centroids)
-        with writing(path) as writer:
-            for name, array in arrays.items():
-                writer.add(name, array)
-            writer.commit(KIND, info or {})
+        for name, array in arrays.items():
+            writer.add(name, array)
+        writer.commit(KIND, info or {})
 
     @classmethod
     def open(cls, path: Path | str, check: bool = False) -> DenseIndex:
         """Map a saved index and rebuild its search structure. Raises IndexFormatError."""
-        arrays = open_store(path, KIND, check).arrays
+        store = open_store(path, KIND, check)
+        arrays = store.arrays
         wanted = {"mean": "<f4", "components": "<f4", "keys": "<f2", "positions": "<i8", "lists": "<i4"}
         for name, dtype in wanted.items():
             if name not in arrays or arrays[name].dtype.str != dtype:
@@ -165,6 +188,7 @@ class DenseIndex:
         if shapes != (1, (len(mean), dim), (rows, dim), 1, 1) or len(lists) not in (0, rows):
             raise IndexFormatError(f"{path}: the shapes of its arrays do not fit together")
         index = cls(Projection(mean, components))
+        index.info = store.info
         index._size, index._keys, index._positions, index._lists = rows, keys, positions, lists
         if len(lists) == 0:
             return index
@@ -227,6 +251,41 @@ class DenseIndex:
                     self._lists[first:last] = self._searcher.quantizer.search(keys, 1)[1][:, 0]
                 lists, rows = self._lists[first:last].astype(np.int64), np.arange(first, last)
                 self._searcher.add_core(len(keys), *(faiss.swig_ptr(array) for array in (keys, rows, lists)))
+
+
+class DenseBuilder:
+    """A dense index made from states as they come: the first FIT_ROWS of them give the projection."""
+
+    def __init__(self, projection: Projection | None = None) -> None:
+        self._index = DenseIndex(projection) if projection is not None else None
+        self._waiting: list[tuple[Float32, Int64]] = []
+        self._num_waiting = 0
+
+    def add(self, states: Float32, positions: Int64) -> None:
+        """Take states [n, hidden] at corpus positions [n]."""
+        if self._index is not None:
+            self._index.add(states, positions)
+            return
+        self._waiting.append((states, positions))
+        self._num_waiting += len(states)
+        if self._num_waiting >= FIT_ROWS:
+            self.finish()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is anything to make an index of."""
+        return self._num_waiting > 1 or (self._index is not None and len(self._index) > 0)
+
+    def finish(self) -> DenseIndex:
+        """The index of all that was added; raises ValueError if there are fewer than two usable states."""
+        if self._index is None:
+            if not self._waiting:
+                raise ValueError("there are no states to make a dense index of")
+            self._index = DenseIndex(Projection.fit(np.concatenate([states for states, _ in self._waiting])))
+            for states, positions in self._waiting:
+                self._index.add(states, positions)
+            self._waiting.clear()
+        return self._index
 
 
 def _resized(array: npt.NDArray[Any], size: int, rows: int) -> npt.NDArray[Any]:

@@ -10,6 +10,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrodraft.cache import DraftCache, cached_length
 from retrodraft.compat import CACHE_ARG, CACHE_ARGS, cache_arg, cache_in
+from retrodraft.hidden_states import HeadStates
 from retrodraft.outputs import Recorder, stacked
 from retrodraft.snapshot import SnapshotVerifier
 from retrodraft.stats import DecodingStats
@@ -72,6 +73,7 @@ class Batch:
         self._forward_mode = contextlib.nullcontext if returns_states else torch.inference_mode
         self._offset = 0  # query of the root in the last forward: behind what a recurrent model was fed again
         self.stats = DecodingStats()
+        self.states: HeadStates | None = None  # where dense drafting or a harvest wants hidden states
         self.rows = [
             Row(
                 Chooser(
@@ -153,6 +155,14 @@ class Batch:
             self._cache.commit([acceptance.path for acceptance in acceptances])
         for row, acceptance in zip(self.rows, acceptances, strict=True):
             row.length += len(acceptance.path)
+
+    def take_states(self, index: int, path: list[int]) -> None:
+        """Give a row's dense drafting the state of the last visited node, and keep all of them for a harvest."""
+        if self.states is not None:
+            newest = self.states.take(index, [self._offset + node for node in path])
+            dense = getattr(self.rows[index].drafts, "dense", None)
+            if dense is not None:
+                dense.state = newest
 
     def count(self, tree: DraftTree, acceptance: Acceptance, proposers: dict[int, str]) -> None:
         """Add a row's verified tree to the statistics."""

@@ -15,14 +15,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers.generation.utils import GenerationMixin
 
+from retrodraft.arguments import (
+    check_prompt,
+    check_tokenizer,
+    checked_bytes,
+    checked_count,
+    checked_model,
+    opened_corpora,
+    opened_dense,
+)
 from retrodraft.batch import Batch
 from retrodraft.budget import MAX_NODES, Budget, cached_cost_curve
 from retrodraft.cache import fresh_cache
 from retrodraft.capabilities import check_context, depth_limit, node_limit, probe, reason_to_delegate
 from retrodraft.compat import decoding_methods, streamer_of_caller
-from retrodraft.errors import UnsupportedModelError
+from retrodraft.hidden_states import HeadStates
 from retrodraft.hot_start import hot_rows
 from retrodraft.index.memory import Memory
 from retrodraft.retro import RetroStrategy
@@ -34,6 +42,9 @@ from retrodraft.target import HARVEST_LIMIT, PromptHarvest, TargetModel, top_log
 from retrodraft.tree import DraftTree
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from retrodraft.harvest import Harvest
     from retrodraft.index.corpus import CorpusIndex
     from retrodraft.sessions.session import Session
 
@@ -51,6 +62,8 @@ class RetroDraft:
         budget: draft nodes of a forward; "auto" prices them by the measured cost curve (`retrodraft.budget`).
         max_depth: longest draft in tokens; None leaves it to the strategy.
         corpora: indexes to draft from, opened or as folders that `retrodraft index build` made.
+        dense: where no text matches well, also draft from what followed similar states of the model in the corpora, of
+            which at least one needs keys for it (`retrodraft index dense build`, or `harvest`). Needs FAISS.
         max_kv_bytes: of the keys and values that all sessions keep between calls; the least recently used go first.
         hot_start: begin with what the model says after each single token: measured at a model's first use, for up to 20
             seconds, and kept on disk; `retrodraft profile` measures all tokens.
@@ -60,7 +73,8 @@ class RetroDraft:
     Raises:
         UnsupportedModelError: `model` is not a causal language model.
         ValueError: an argument is out of range, or the tokenizer has more tokens than the model has rows.
-        IndexFormatError: a corpus is damaged, or was built with another tokenizer.
+        IndexFormatError: a corpus is damaged, or was built with another tokenizer, or its keys with another model.
+        ImportError: `dense` is asked for, and FAISS is not installed.
 
     What is learned (adjacency rows, hit rates, the token rate) stays from call to call until `reset()`.
     """
@@ -75,23 +89,22 @@ class RetroDraft:
         max_depth: int | None = None,
         reproducible: bool = False,
         corpora: Sequence[CorpusIndex | Path | str] = (),
+        dense: bool = False,
         max_kv_bytes: int = 4 << 30,
         hot_start: bool = True,
     ) -> None:
-        self.model = _checked_model(model)
+        self.model = checked_model(model)
         self.tokenizer = tokenizer
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        if tokenizer is not None and len(tokenizer) > self.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model only {self.vocab_size} embedding rows: "
-                "pass the tokenizer that belongs to the model"
-            )
-        self._max_depth = _checked_count("max_depth", max_depth, 1)
-        fixed = None if budget == "auto" else _checked_count("budget", budget, 0)
+        check_tokenizer(tokenizer, self.vocab_size)
+        self._max_depth = checked_count("max_depth", max_depth, 1)
+        fixed = None if budget == "auto" else checked_count("budget", budget, 0)
         if reproducible and fixed is None:
             fixed = REPRODUCIBLE_NODES
         self._min_nodes = 1 + fixed if reproducible and fixed is not None else 1
-        self.strategy = make_strategy(strategy, self.vocab_size, _opened(corpora, tokenizer, self.vocab_size))
+        opened = opened_corpora(corpora, tokenizer, self.vocab_size)
+        self._dense = opened_dense(opened, model) if dense else None
+        self.strategy = make_strategy(strategy, self.vocab_size, opened, self._dense)
         self.capabilities = probe(model)
         if hot_start and isinstance(self.strategy, RetroStrategy) and self.capabilities.mode == "tree":
             self.strategy.adjacency.start_from(*hot_rows(model, tokenizer))
@@ -101,7 +114,7 @@ class RetroDraft:
         self._view = _drafting_view(self)
         self._lock = threading.Lock()  # the learned state is shared by threads
         self._active = threading.local()  # .session whose call this thread is in, .stats of its last call
-        self._sessions = SessionTable(max_kv_bytes)
+        self._sessions = SessionTable(checked_bytes("max_kv_bytes", max_kv_bytes))
         self._warned: set[str] = set()
         self.stats = DecodingStats()
         self.total_stats = DecodingStats()
@@ -112,10 +125,12 @@ class RetroDraft:
         What cannot be drafted (beam search, a quantized cache, ...) runs as plain `generate`, with one warning.
 
         Raises:
-            ValueError: as `model.generate`, and where a prompt is longer than the model's context window.
+            ValueError: as `model.generate`, where the prompt is no tensor of token ids, and where it is longer than the
+                model's context window.
         """
         if self.tokenizer is not None and kwargs.get("tokenizer") is None:
             kwargs["tokenizer"] = self.tokenizer
+        check_prompt(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         return type(self.model).generate(self._view, *args, **kwargs)
 
     def __call__(
@@ -146,7 +161,7 @@ class RetroDraft:
             return self._decode(
                 input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
             )
-        self._warn_once(reason)
+        self._leave_to_plain(reason)
         fresh_cache(self.model, model_kwargs)
         plain = getattr(type(self.model), mode or "_sample")
         return plain(
@@ -190,6 +205,25 @@ class RetroDraft:
         """
         return self._sessions.session(self, name, namespace, store)
 
+    def harvest(self, index: CorpusIndex | Path | str) -> AbstractContextManager[Harvest]:
+        """Collect this thread's answers, and the model's states along them, for later drafting.
+
+        >>> with rd.harvest("answers.index"): rd.generate(**inputs)  # doctest: +SKIP
+
+        At the block's end they are added to the corpus in the folder `index` and to its dense index, which are made if
+        need be; no forward is added. If the block raises, the answers that had finished are kept. To draft from them:
+        `RetroDraft(model, tokenizer, corpora=["answers.index"], dense=True)`.
+
+        Raises:
+            ValueError: the folder can't be written, the model can't verify drafts, a harvest is running already; inside
+                the block, a call that is left to plain `generate`.
+            IndexFormatError: the corpus is damaged, or of another tokenizer or model.
+            ImportError: FAISS is not installed.
+        """
+        from retrodraft.harvest import harvesting
+
+        return harvesting(self, index)
+
     def _new_rows(self, batch_size: int) -> list[StrategyRow]:
         """A strategy's state for each new sequence of this thread's call."""
         session: Session | None = getattr(self._active, "session", None)
@@ -216,10 +250,16 @@ class RetroDraft:
             self._target, self.capabilities.mode == "snapshot", self._new_rows(input_ids.shape[0]), input_ids,
             logits_processor, stopping_criteria, generation_config, streamer, model_kwargs,
         )  # fmt: skip
-        with tree_hooks(), self.model._optimize_model_for_decode():
+        harvest: Harvest | None = getattr(self._active, "harvest", None)
+        if harvest is not None or self._dense is not None:
+            batch.states = HeadStates(self.model, len(batch.rows), keep=harvest is not None)
+        listening = contextlib.nullcontext() if batch.states is None else batch.states.listening()
+        with tree_hooks(), listening, self.model._optimize_model_for_decode():
             self._prefill(batch)
             while batch.unfinished:
                 self._step(batch)
+        if harvest is not None:
+            harvest.add(batch)
         batch.stats.num_calls = 1
         with self._lock:
             self.stats = self._active.stats = batch.stats
@@ -236,6 +276,7 @@ class RetroDraft:
             count = harvest.worthwhile(row.remaining) if isinstance(self.strategy, RetroStrategy) else HARVEST_LIMIT
             top = harvest.read(index, min(len(row.prompt), count), self.strategy.top_k)
             root, acceptance = batch.walk_prefill(index, output)
+            batch.take_states(index, [-1])
             with self._lock:
                 row.drafts.begin(row.prompt, top)
                 row.drafts.commit(root, acceptance.path, np.array(acceptance.token_ids, np.int32), None)
@@ -251,7 +292,7 @@ class RetroDraft:
         trees = [self._draft(row, batch) for row in batch.rows]
         drafted = time.perf_counter()
         # 2. verify: the target says what follows every node, in one forward
-        output = batch.verify(trees, self._min_nodes)
+        output = batch.verify(trees, max(self._min_nodes, self._forward_size(batch, trees)))
         top = [self._top(batch.logits(i, output), tree) for i, tree in enumerate(trees)]
         verified = time.perf_counter()
         # 3. accept: walk each tree as far as the target agrees; one more token comes with it
@@ -263,7 +304,13 @@ class RetroDraft:
         for i, row in enumerate(batch.rows):
             if acceptances[i].token_ids:
                 self._learn(row, trees[i], acceptances[i], top[i], batch)
+                batch.take_states(i, acceptances[i].path)
         done = time.perf_counter()
+        if self._dense is not None:
+            with self._lock:
+                queries, seconds = self._dense.end_step(done - started)
+            batch.stats.num_dense_queries += queries
+            batch.stats.dense_seconds += seconds
         batch.stats.num_target_forwards += 1
         batch.stats.draft_seconds += drafted - started
         batch.stats.verify_seconds += verified - drafted
@@ -284,6 +331,15 @@ class RetroDraft:
                 return DraftTree.root_only(row.root)
             return row.drafts.draft(prices, depth, self.capabilities.mode != "tree")
 
+    def _forward_size(self, batch: Batch, trees: list[DraftTree]) -> int:
+        """Tokens a row in the forward over these trees; more than they have where that is measured to be faster."""
+        assert self._budget is not None
+        size = max(len(tree) for tree in trees)
+        if len(trees) > 1 or self.capabilities.mode != "tree":
+            return size  # the cost curve is one of single rows
+        room = node_limit(self.model.config.get_text_config(decoder=True), batch.rows[0].length)
+        return min(self._budget.forward_size(batch.rows[0].length, size), max(size, room))
+
     def _learn(self, row: Any, tree: DraftTree, acceptance: Any, top: Any, batch: Batch) -> None:
         """Tell the strategy and the budget what came of a tree, and count it."""
         assert self._budget is not None
@@ -303,7 +359,10 @@ class RetroDraft:
                     curve = cached_cost_curve(self.model)
                 self._budget = Budget(self._fixed_budget, curve)
 
-    def _warn_once(self, reason: str) -> None:
+    def _leave_to_plain(self, reason: str) -> None:
+        """Warn once of each reason; raise ValueError inside a harvest."""
+        if getattr(self._active, "harvest", None) is not None:
+            raise ValueError(f"a harvest can't take a call that is left to plain generate: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"retrodraft leaves this call to plain generate: {reason}", stacklevel=4)
@@ -322,7 +381,7 @@ def _drafting_view(rd: RetroDraft) -> Any:
 
     def leave(name: str) -> Any:
         def delegate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            rd._warn_once(f"{name.strip('_')} keeps several hypotheses or has a drafter of its own")
+            rd._leave_to_plain(f"{name.strip('_')} keeps several hypotheses or has a drafter of its own")
             fresh_cache(rd.model, kwargs)
             return getattr(base, name)(rd.model, *args, **kwargs)
 
@@ -333,44 +392,3 @@ def _drafting_view(rd: RetroDraft) -> Any:
     view: Any = object.__new__(view_class)
     view.__dict__ = rd.model.__dict__
     return view
-
-
-def _opened(corpora: Sequence[CorpusIndex | Path | str], tokenizer: Any, vocab_size: int) -> list[CorpusIndex]:
-    """The corpora, each checked against the tokenizer (where there is one) and the model."""
-    if isinstance(corpora, str | Path):
-        raise ValueError(f"corpora must be a list of indexes, got {str(corpora)!r}: write corpora=[{str(corpora)!r}]")
-    if not corpora:
-        return []
-    from retrodraft.index.corpus import CorpusIndex
-    from retrodraft.index.fingerprint import tokenizer_fingerprint
-
-    opened = [corpus if isinstance(corpus, CorpusIndex) else CorpusIndex.open(corpus) for corpus in corpora]
-    for corpus in opened:
-        fingerprint = corpus.fingerprint if tokenizer is None else tokenizer_fingerprint(tokenizer)
-        corpus.check_tokenizer(fingerprint, vocab_size)
-    return opened
-
-
-def _checked_model(model: Any) -> Any:
-    if not isinstance(model, torch.nn.Module) or not isinstance(model, GenerationMixin):
-        raise UnsupportedModelError(
-            f"RetroDraft needs a transformers model with a generate method, got {type(model).__name__}: "
-            "load one with AutoModelForCausalLM.from_pretrained"
-        )
-    language_model: Any = model
-    if not language_model.config.is_encoder_decoder and language_model.get_output_embeddings() is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no language-modeling head: load it with AutoModelForCausalLM"
-        )
-    return model
-
-
-def _checked_count(name: str, value: Any, least: int) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        also = ' or "auto"' if name == "budget" else ""
-        raise ValueError(f"{name} must be a whole number{also}, got {value!r}")
-    if not least <= value <= 1024:
-        raise ValueError(f"{name} must lie between {least} and 1024, got {value}")
-    return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import learning
 from retrodraft.kernels.candidates import (
     CONTEXT,
+    DENSE,
     FROM_ADJACENCY,
     GLOBAL,
     NUM_CELLS,
@@ -31,8 +32,12 @@ from retrodraft.kernels.candidates import (
 )
 from retrodraft.kernels.suffix_array import MAX_MATCH
 from retrodraft.kernels.tree import build
+from retrodraft.kernels.trie import START
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree, Int32
+
+if TYPE_CHECKING:
+    from retrodraft.dense import DenseDrafts
 
 ACCEPTED_RATE, REJECTED_RATE = (0.5, 0.25)  # how far a row moves towards logits seen on the text, and beside it
 PRIOR_TRIALS = 20.0  # how many outcomes a shipped hit rate is worth
@@ -73,11 +78,14 @@ class RetroStrategy:
         1 << WORKSPACE: "workspace", 1 << PREDICTION: "prediction", 1 << GLOBAL: "corpus",
     }  # fmt: skip
 
-    def __init__(self, vocab_size: int, corpora: Sequence[CorpusIndex] = ()) -> None:
+    def __init__(self, vocab_size: int, corpora: Sequence[CorpusIndex] = (), dense: DenseDrafts | None = None) -> None:
         self.adjacency = AdjacencyRows(vocab_size)
         self.calibration = Calibration()
         self.corpora = _padded([shard for corpus in corpora for shard in corpus.arrays])
         self.top_k = self.adjacency.width
+        self.dense = dense
+        if dense is not None:
+            self.proposers = {**self.proposers, 1 << DENSE: "dense"}
         self.clock = 0
 
     def row(
@@ -134,7 +142,9 @@ class RetroRow:
         self.text = SuffixAutomaton()
         self.prediction = joined([])
         self._predicted = prediction
-        self.scopes = np.array([REQUEST, PREDICTION, *SCOPES], np.int32)
+        self.dense = shared.dense.row() if shared.dense is not None else None  # its trie is the last store
+        last = [DENSE] if self.dense is not None else []
+        self.scopes = np.array([REQUEST, PREDICTION, *SCOPES, *last], np.int32)
         self.states = np.zeros(len(self.scopes), np.int32)
         self.lengths = np.zeros(len(self.scopes), np.int32)
         self.spans = np.full(len(shared.corpora), MAX_MATCH, np.int32)
@@ -158,6 +168,10 @@ class RetroRow:
 
     def draft(self, prices: npt.NDArray[np.float64], max_depth: int, chain: bool) -> DraftTree:
         """The tree worth most over its price; see `StrategyRow.draft`."""
+        if self.dense is not None:
+            length = self.dense.recall(self.context, int(self.lengths[:-1].max()), self.shared.corpora, self.spans)
+            if length:
+                self.states[-1], self.lengths[-1] = START, length
         size = len(prices)
         tree = DraftTree(
             np.empty(size, np.int32),
@@ -217,4 +231,6 @@ class RetroRow:
         if self._version != self.memory.version:
             self._version = self.memory.version
             self.memory.match(self.context, self.states[2:], self.lengths[2:])
-        return (self.text.arrays, self.prediction.arrays, *(automaton.arrays for automaton in self.memory.automata))
+        memory = (automaton.arrays for automaton in self.memory.automata)
+        dense = () if self.dense is None else (self.dense.arrays,)
+        return (self.text.arrays, self.prediction.arrays, *memory, *dense)

@@ -27,6 +27,8 @@ class DecodingStats:
     acceptance_histogram: Counter[int] = field(default_factory=Counter)  # accepted draft tokens of a draft -> drafts
     num_draft_tokens_by_proposer: Counter[str] = field(default_factory=Counter)
     num_accepted_tokens_by_proposer: Counter[str] = field(default_factory=Counter)
+    num_dense_queries: int = 0  # look-ups by hidden state; where a text matches well there is none
+    dense_seconds: float = 0.0  # of these, within draft_seconds
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0  # candidates and tree building
     verify_seconds: float = 0.0  # target forwards over a tree (or over the root alone)

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, cast
 from retrodraft.strategy import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
+    from retrodraft.dense import DenseDrafts
     from retrodraft.index.corpus import CorpusIndex
 
 
-def make_strategy(name: str, vocab_size: int, corpora: Sequence[CorpusIndex] = ()) -> Strategy:
-    """A fresh strategy for a vocabulary of `vocab_size` embedding rows; `corpora` are for "retro" alone.
+def make_strategy(
+    name: str, vocab_size: int, corpora: Sequence[CorpusIndex] = (), dense: DenseDrafts | None = None
+) -> Strategy:
+    """A fresh strategy for a vocabulary of `vocab_size` embedding rows; `corpora` and `dense` are for "retro" alone.
 
     Raises ValueError for an unknown name, or one that takes no corpora.
     """
@@ -21,7 +24,7 @@ def make_strategy(name: str, vocab_size: int, corpora: Sequence[CorpusIndex] = (
     if name == "retro":
         from retrodraft.retro import RetroStrategy
 
-        return RetroStrategy(vocab_size, corpora)
+        return RetroStrategy(vocab_size, corpora, dense)
     if corpora:
         raise ValueError(f"strategy {name!r} takes no corpora: use strategy='retro'")
     from retrodraft.baselines.goose import Goose

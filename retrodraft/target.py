@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import masking_utils, modeling_utils
+from transformers import masking_utils
 
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
@@ -31,7 +31,6 @@ _local = threading.local()  # .layout: the trees of the forward that this thread
 _hooks_lock = threading.Lock()
 _hooks_held = 0
 _plain: list[tuple[Any, str, Any]] = []  # what the hooks stand in for: registry, name, function
-_MASKS, _ATTENTION = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, modeling_utils.ALL_ATTENTION_FUNCTIONS
 _BEYOND_MASKS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")  # that attention may take
 
 
@@ -73,15 +72,18 @@ def _tree_attention(plain: Any) -> Any:
 @contextlib.contextmanager
 def tree_hooks() -> Iterator[None]:
     """Let mask builders and attention see the thread's trees; nested and concurrent uses share one installation."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # loaded with every model; slow to load alone
+
     global _hooks_held
+    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     with _hooks_lock:
         _hooks_held += 1
         if _hooks_held == 1:
             for name in ("sdpa", "eager", "flex_attention"):
-                _plain.append((_MASKS, name, _MASKS[name]))
-                _MASKS[name] = _tree_mask(_MASKS[name])
-            _plain.append((_ATTENTION, "sdpa", _ATTENTION["sdpa"]))
-            _ATTENTION["sdpa"] = _tree_attention(_ATTENTION["sdpa"])
+                _plain.append((masks, name, masks[name]))
+                masks[name] = _tree_mask(masks[name])
+            _plain.append((ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"]))
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = _tree_attention(ALL_ATTENTION_FUNCTIONS["sdpa"])
     try:
         yield
     finally:

@@ -12,15 +12,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
-    "kernels": {"retrodraft.kernels", "numba", "llvmlite", "numpy", "torch", "math", "pickle", "collections", "typing"},
+    "kernels": {
+        "retrodraft.kernels", "numba", "llvmlite", "numpy", "torch", "math", "pickle", "collections", "typing",
+        "hashlib", "pathlib",
+    },
     "index": {
         "retrodraft.kernels", "retrodraft.index", "numpy", "sortedcontainers", "pathspec", "filelock",
         "faiss", "pyarrow", "dask", "distributed", *(sys.stdlib_module_names - {"pickle", "marshal", "shelve"}),
     },
 }  # fmt: skip
 WITH_TRANSFORMERS = {
-    "batch", "bench", "budget", "cache", "capabilities", "cli", "compat", "decoder", "hot_start", "models",
-    "server/engine", "server/generation", "sessions/session", "snapshot", "target", "verify",
+    "arguments", "batch", "bench", "budget", "cache", "capabilities", "cli", "compat", "hot_start", "models",
+    "server/engine", "server/generation", "sessions/prefix", "sessions/session", "snapshot", "target", "verify",
 }  # fmt: skip
 
 

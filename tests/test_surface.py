@@ -145,12 +145,29 @@ def test_ids_beyond_the_tokenizer() -> None:
         (dict(max_depth=0), "max_depth must lie between 1 and 1024"),
         (dict(max_depth="3"), "max_depth must be a whole number"),
         (dict(strategy="magic"), "strategy must be one of retro, goose"),
+        (dict(tokenizer=5), "tokenizer must be a tokenizer, as AutoTokenizer loads one, got 5"),
+        (dict(tokenizer="gpt2"), "tokenizer must be a tokenizer"),
+        (dict(corpora=5), "corpora must be a list of indexes"),
+        (dict(corpora=[5]), "corpora must hold indexes, or their folders, got 5"),
+        (dict(max_kv_bytes="1G"), "max_kv_bytes must be a number of bytes, got '1G'"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     """O14: refused before any work, with the field's name."""
     with pytest.raises(ValueError, match=message):
         RetroDraft(tiny_llama(0), **options)
+
+
+@pytest.mark.parametrize("prompt", ["text", [1, 2], [[1, 2]], torch.tensor([1, 2]), torch.ones(1, 1, 2).long()])
+def test_what_is_no_batch_of_token_ids(prompt: Any) -> None:
+    rd = RetroDraft(tiny_llama(0))
+    for call in (
+        lambda: rd.generate(prompt),
+        lambda: rd.generate(input_ids=prompt),
+        lambda: rd.generate(inputs=prompt),
+    ):
+        with pytest.raises(ValueError, match=r"generate takes token ids, a tensor \[batch_size, length\], got (a|of)"):
+            call()
 
 
 def test_options_change_what_is_done() -> None:

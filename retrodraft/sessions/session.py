@@ -345,6 +345,8 @@ class SessionTable:
         for what, text in (("session", name), ("namespace", namespace)):
             if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME:
                 raise ValueError(f"a {what}'s name has 1 to {MAX_NAME} characters, got {text!r}"[:300])
+        if not isinstance(store, str | Path | None):
+            raise ValueError(f"store must be a folder, got {store!r}")
         with self._lock:
             session = self._sessions.get((namespace, name))
             if session is None:

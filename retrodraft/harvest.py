@@ -1,0 +1,214 @@
+"""Making dense indexes: from a user's own generations as they happen, or by running a corpus through the model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from retrodraft.dense import FOLDER, dense_info, has_dense, num_positions, open_dense, tokens_at
+from retrodraft.hidden_states import last_hidden_states
+from retrodraft.index.corpus import CorpusIndex, Document
+from retrodraft.index.storage import writing
+
+if TYPE_CHECKING:
+    from retrodraft.batch import Batch
+    from retrodraft.decoder import RetroDraft
+    from retrodraft.index.dense import DenseBuilder, DenseIndex
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+WINDOW, OVERLAP = 1024, 256  # tokens of a document in one forward, and those of them that are only context
+POOL = 64  # windows that are sorted by length, to be run together
+BATCH_TOKENS = 4096
+
+
+class Harvest:
+    """Answers and their hidden states, on their way into a corpus and its dense index."""
+
+    def __init__(self, rd: RetroDraft, index: CorpusIndex | Path | str) -> None:
+        from retrodraft.index.dense import DenseBuilder
+        from retrodraft.index.fingerprint import tokenizer_fingerprint, tokenizer_size
+
+        self.path = index.path if isinstance(index, CorpusIndex) else Path(index)
+        self._rd = rd
+        tokenizer = rd.tokenizer
+        self._facts: dict[str, Any] = {}
+        if tokenizer is not None:
+            self._facts = {
+                "name": str(tokenizer.name_or_path), "fingerprint": tokenizer_fingerprint(tokenizer),
+                "vocab_size": tokenizer_size(tokenizer),
+            }  # fmt: skip
+        self._documents: list[Document] = []
+        self._num_positions = 0
+        self._builder: DenseBuilder = DenseBuilder()
+        if self._is_new():
+            _check_writable(self.path)
+        else:
+            corpus = CorpusIndex.open(self.path)
+            corpus.check_tokenizer(self._facts.get("fingerprint", corpus.fingerprint), rd.vocab_size)
+            _check_writable(self.path / FOLDER)
+            if has_dense(corpus):
+                self._builder = DenseBuilder(open_dense(corpus, rd.model).projection)
+
+    @property
+    def num_documents(self) -> int:
+        """Finished answers so far."""
+        return len(self._documents)
+
+    def add(self, batch: Batch) -> None:
+        """Take the answers of a finished call."""
+        assert batch.states is not None
+        for index, row in enumerate(batch.rows):
+            token_ids = row.chooser.ids[0, row.chooser.prompt_length :].cpu().numpy().astype(np.int32)
+            if not len(token_ids):
+                continue
+            states = batch.states.visited(index)[1 : len(token_ids) - 1]  # a state that two tokens follow
+            if len(states):
+                self._builder.add(states, self._num_positions + np.arange(len(states)))
+            self._documents.append(Document(token_ids, f"answer {len(self._documents) + 1}"))
+            self._num_positions += len(token_ids) + 1
+
+    def save(self) -> None:
+        """Add the answers to the corpus as a shard, and their states to its dense index; both are made if need be."""
+        if not self._documents:
+            return
+        if self._is_new():
+            CorpusIndex.build([], self.path, tokenizer=self._facts, options={"harvest": True})
+        corpus = CorpusIndex.open(self.path)
+        if not self._builder.has_rows:
+            corpus.extend(self._documents)
+            return
+        rows = self._builder.finish()
+        with writing(self.path / FOLDER) as writer:
+            index = open_dense(corpus, self._rd.model) if has_dense(corpus) else type(rows)(rows.projection)
+            corpus.extend(self._documents)
+            index.take(rows, self._start(corpus))
+            index.write(writer, dense_info(corpus, self._rd.model, num_positions(corpus)))
+
+    def _start(self, corpus: CorpusIndex) -> int:
+        """Position of the first answer: its shard is the last one, unless another process has added one since."""
+        offset = num_positions(corpus)
+        wanted = np.concatenate([np.append(document.token_ids, -1) for document in self._documents])
+        for tokens, _, _ in reversed(corpus.arrays):
+            offset -= len(tokens)
+            if np.array_equal(tokens_at(corpus, offset + np.arange(len(wanted))), wanted):
+                return offset
+        raise ValueError(f"{self.path} was replaced while the harvest was being written; its answers have no keys")
+
+    def _is_new(self) -> bool:
+        return not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+
+
+@contextmanager
+def harvesting(rd: RetroDraft, index: CorpusIndex | Path | str) -> Iterator[Harvest]:
+    """See `RetroDraft.harvest`."""
+    if rd.capabilities.mode == "plain":
+        raise ValueError(f"a harvest needs a model that can verify drafts; this one can't ({rd.capabilities.reason})")
+    if getattr(rd._active, "harvest", None) is not None:
+        raise ValueError("a harvest is running in this thread already")
+    harvest = Harvest(rd, index)
+    rd._active.harvest = harvest
+    try:
+        yield harvest
+    except BaseException:
+        rd._active.harvest = None
+        try:
+            harvest.save()  # what has finished before
+        except (OSError, ValueError) as failure:
+            warnings.warn(f"the harvest could not be written: {failure}", stacklevel=3)  # not in the error's place
+        raise
+    rd._active.harvest = None
+    harvest.save()
+
+
+def build_dense(
+    corpus: CorpusIndex, model: Any, limit: int = 0, progress: Callable[[int, int], None] | None = None
+) -> DenseIndex:
+    """Run the corpus' documents through the model and save their states as its dense index.
+
+    Args:
+        limit: about how many tokens to run, of documents drawn at random; 0 takes all.
+        progress: called with the number of tokens done and of all.
+
+    Raises ValueError if the corpus is empty, or the model has no output head.
+    """
+    from retrodraft.index.dense import DenseBuilder
+
+    _check_writable(corpus.path)
+    covered = num_positions(corpus)
+    documents = _documents(corpus)
+    order = np.random.default_rng(0).permutation(len(documents))  # so that the projection is fitted on all kinds
+    sizes = np.diff(documents, axis=1)[order, 0]
+    enough = len(order) if not limit else int(np.searchsorted(np.cumsum(sizes), limit)) + 1
+    order, total = order[:enough], int(sizes[:enough].sum())
+    builder, done, size = DenseBuilder(), 0, _window_tokens(model)
+    pool: list[tuple[int, int, int]] = []
+    for number in order.tolist():
+        start, end = documents[number].tolist()
+        pool += _windows(start, end, size)
+        if len(pool) >= POOL or number == order[-1]:
+            for states, positions in _states(corpus, model, pool):
+                builder.add(states, positions)
+                done += len(positions)
+                if progress is not None:
+                    progress(done, total)
+            pool = []
+    index = builder.finish()
+    index.save(corpus.path / FOLDER, dense_info(corpus, model, covered))
+    return index
+
+
+def _documents(corpus: CorpusIndex) -> Int64:
+    """First position of each document, and the position of its border: [num_documents, 2]."""
+    ends, offset = [], 0
+    for tokens, _, _ in corpus.arrays:
+        ends.append(np.flatnonzero(tokens < 0) + offset)
+        offset += len(tokens)
+    borders = np.concatenate([np.empty(0, np.int64), *ends])
+    starts = np.concatenate([np.zeros(1, np.int64), borders + 1])[: len(borders)]
+    return np.stack([starts, borders], 1)
+
+
+def _window_tokens(model: Any) -> int:
+    maximum = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(WINDOW, maximum) if isinstance(maximum, int) and maximum > 0 else WINDOW
+
+
+def _windows(start: int, end: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Windows that cover the document at `start` … `end`: first and last + 1 position, and the first that counts."""
+    first, counts = start, start
+    while counts < end:
+        stop = min(first + size, end)
+        yield first, stop, counts
+        counts = stop
+        first = stop - min(OVERLAP, size // 4)
+
+
+def _states(corpus: CorpusIndex, model: Any, windows: list[tuple[int, int, int]]) -> Iterator[tuple[Float32, Int64]]:
+    """Hidden states at the positions that count in each window, which are run in batches of like lengths."""
+    windows = sorted(windows, key=lambda window: window[1] - window[0])
+    while windows:
+        longest = windows[-1][1] - windows[-1][0]
+        taken = max(BATCH_TOKENS // longest, 1)
+        batch, windows = windows[-taken:], windows[:-taken]
+        # Padding lies behind, where causal attention does not look.
+        positions = np.array([first for first, _, _ in batch])[:, None] + np.arange(longest)
+        token_ids = np.maximum(tokens_at(corpus, positions), 0)
+        hidden = last_hidden_states(model, torch.from_numpy(token_ids).long())
+        for row, (first, stop, counts) in enumerate(batch):
+            yield hidden[row, counts - first : stop - first].float().cpu().numpy(), np.arange(counts, stop)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ValueError now if a folder can't be made or written: later, the answers would be lost."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{path} can't be written: {there} is {'read-only' if there.is_dir() else 'a file'}")
