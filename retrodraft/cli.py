@@ -80,6 +80,7 @@ def generate(
     seed: Seed = 0,
     raw: Annotated[bool, typer.Option(help="Feed the prompt as it is, without the chat template.")] = False,
     corpus: Corpus = None,
+    dense: Annotated[bool, typer.Option("--dense", help="Draft by the model's state too: index dense build.")] = False,
 ) -> None:
     """Stream the model's answer, then say on standard error what drafting saved.
 
@@ -93,7 +94,7 @@ def generate(
     if not text.strip():
         raise ValueError("the prompt is empty")
     check_temperature(temperature)
-    rd, tokenizer = _wrapped(model, dtype, device, threads, attn, strategy, budget, corpus or [])
+    rd, tokenizer = _wrapped(model, dtype, device, threads, attn, strategy, budget, corpus or [], dense)
     import torch
     from transformers import TextStreamer
 
@@ -253,14 +254,17 @@ def _wrapped(
     strategy: str,
     budget: str,
     corpora: Sequence[Path] = (),
+    dense: bool = False,
 ) -> tuple[Any, Any]:
     number = parse_budget(budget)
     check_strategy(strategy)
     check_corpora(corpora, [strategy])
+    if dense and not corpora:
+        raise ValueError("--dense drafts from a corpus that has a dense index: name one with --corpus")
     loaded, tokenizer = _load(model, dtype, device, threads, attn)
     from retrodraft.decoder import RetroDraft
 
-    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora), tokenizer
+    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora, dense=dense), tokenizer
 
 
 def main() -> None:

@@ -23,6 +23,14 @@ def test_what_is_no_corpus(command: list[str], tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr == "retrodraft: only strategy retro drafts from a corpus\n"
 
 
+def test_dense_needs_a_corpus_with_a_dense_index(tmp_path: Path) -> None:
+    done = retrodraft_here("generate", "hi", "--dense")
+    assert done.returncode == 2 and done.stderr.startswith("retrodraft: --dense drafts from a corpus")
+    CorpusIndex.build([[1, 2, 3]], tmp_path / "c")
+    done = retrodraft_here("generate", "hi", "--dense", "--corpus", tmp_path / "c")
+    assert done.returncode == 2 and "has no dense index: run `retrodraft index dense build" in done.stderr
+
+
 def test_a_corpus_is_drafted_from(tmp_path: Path) -> None:
     """The answer is the same; an index of the answer itself takes fewer forwards."""
     options = ("Count from one to ten in words.", "--max-new-tokens", "40", "--budget", "16")
