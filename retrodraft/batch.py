@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from retrodraft.cache import DraftCache, cached_length
@@ -34,6 +36,25 @@ class Row:
     def remaining(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_length - self.chooser.length
+
+
+def _of_row(processors: Any, row: int, batch_size: int) -> Any:
+    """The processors as one row needs them: a repetition penalty knows the padding of every row of the batch."""
+
+    def padded(processor: Any) -> bool:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        return isinstance(ignored, torch.Tensor) and batch_size > 1 and len(ignored) == batch_size
+
+    if not any(padded(processor) for processor in processors):
+        return processors
+    own = LogitsProcessorList()
+    for processor in processors:
+        if padded(processor):
+            lengths = processor.prompt_ignore_length
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = lengths[row : row + 1]
+        own.append(processor)
+    return own
 
 
 class Batch:
@@ -77,7 +98,8 @@ class Batch:
         self.rows = [
             Row(
                 Chooser(
-                    input_ids[row : row + 1], logits_processor, stopping_criteria, generation_config.max_length,
+                    input_ids[row : row + 1], _of_row(logits_processor, row, batch_size), stopping_criteria,
+                    generation_config.max_length,
                     generation_config.do_sample,
                     bool(generation_config.return_dict_in_generate and generation_config.output_scores), self._send,
                 ),

@@ -206,6 +206,8 @@ def reason_to_delegate(
     """Why this call is left to plain `generate`, or None; decided before the first forward."""
     if capabilities.mode == "plain":
         return f"the model can't verify drafts ({capabilities.reason})"
+    if model.training:
+        return "it is in training mode, in which dropout may change every forward: call model.eval()"
     if synced_gpus:
         return "synced_gpus needs the same number of forwards on every device"
     cache = cache_in(model_kwargs)

@@ -38,7 +38,15 @@ from retrodraft.sessions.session import SessionTable
 from retrodraft.stats import DecodingStats
 from retrodraft.strategies import make_strategy
 from retrodraft.strategy import StrategyRow
-from retrodraft.target import HARVEST_LIMIT, PromptHarvest, TargetModel, top_logits, tree_hooks
+from retrodraft.target import (
+    HARVEST_LIMIT,
+    PromptHarvest,
+    TargetModel,
+    forward_kind,
+    top_logits,
+    tree_hooks,
+    weights_state,
+)
 from retrodraft.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -111,6 +119,10 @@ class RetroDraft:
         self._fixed_budget = fixed
         self._budget: Budget | None = None  # the cost curve is measured when the first call needs it
         self._target = TargetModel(model)
+        self._kind = forward_kind(model)
+        self.model_state: Any = None  # the kind and the weights, as the last call found them
+        self._num_enabled = 0
+        self._own_generate: Any = None
         self._view = _drafting_view(self)
         self._lock = threading.Lock()  # the learned state is shared by threads
         self._active = threading.local()  # .session whose call this thread is in, .stats of its last call
@@ -147,6 +159,7 @@ class RetroDraft:
         """The decoding loop in the form of HF's `custom_generate` callables: `generate(..., custom_generate=rd)`."""
         if model is not self.model and model is not self._view:
             raise ValueError("this RetroDraft was made for another model: wrap the one that generates")
+        self.follow_model()
         check_context(self.model.config.get_text_config(decoder=True), input_ids.shape[1])
         streamer = streamer if streamer is not None else streamer_of_caller()
         mode = decoding_methods().get(generation_config.get_generation_mode())
@@ -162,6 +175,7 @@ class RetroDraft:
                 input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
             )
         self._leave_to_plain(reason)
+        self.stats = self._active.stats = DecodingStats()  # nothing was drafted
         fresh_cache(self.model, model_kwargs)
         plain = getattr(type(self.model), mode or "_sample")
         return plain(
@@ -172,15 +186,29 @@ class RetroDraft:
     @contextlib.contextmanager
     def enabled(self) -> Iterator[RetroDraft]:
         """Inside, plain `model.generate` drafts, and so does everything built on it (`pipeline`, agents)."""
-        own = self.model.__dict__.get("generate")
-        self.model.generate = self.generate
+        with self._lock:
+            self._num_enabled += 1
+            if self._num_enabled == 1:
+                self._own_generate = self.model.__dict__.get("generate")
+                self.model.generate = self.generate
         try:
             yield self
         finally:
-            if own is None:
-                del self.model.generate
-            else:
-                self.model.generate = own
+            with self._lock:
+                self._num_enabled -= 1
+                if self._num_enabled == 0:
+                    if self._own_generate is None:
+                        del self.model.generate
+                    else:
+                        self.model.generate = self._own_generate
+
+    def follow_model(self) -> None:
+        """Notice what was changed in the model since the last call: how it can be verified is probed again."""
+        kind = forward_kind(self.model)
+        if kind != self._kind:
+            self.capabilities = probe(self.model)
+            self._target, self._budget, self._kind = TargetModel(self.model), None, kind
+        self.model_state = kind, weights_state(self.model)
 
     def reset(self) -> None:
         """Forget everything learned from earlier calls, the cumulative statistics included."""
@@ -208,10 +236,9 @@ class RetroDraft:
     def harvest(self, index: CorpusIndex | Path | str) -> AbstractContextManager[Harvest]:
         """Collect this thread's answers, and the model's states along them, for later drafting.
 
-        >>> with rd.harvest("answers.index"): rd.generate(**inputs)  # doctest: +SKIP
-
-        At the block's end they are added to the corpus in the folder `index` and to its dense index, which are made if
-        need be; no forward is added. If the block raises, the answers that had finished are kept. To draft from them:
+        Used as `with rd.harvest("answers.index"):` around calls of `generate`. At the block's end the answers are added
+        to the corpus in the folder `index` and to its dense index, which are made if need be; no forward is added. If
+        the block raises, the answers that had finished are kept. To draft from them:
         `RetroDraft(model, tokenizer, corpora=["answers.index"], dense=True)`.
 
         Raises:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from filelock import FileLock
 
 from retrodraft.dense import FOLDER, dense_info, has_dense, num_positions, open_dense, tokens_at
 from retrodraft.hidden_states import last_hidden_states
@@ -78,8 +79,11 @@ class Harvest:
 
     def save(self) -> None:
         """Add the answers to the corpus as a shard, and their states to its dense index; both are made if need be."""
-        if not self._documents:
-            return
+        if self._documents:
+            with FileLock(self.path.with_name(f"{self.path.name}.harvest.lock")):  # another one may end at this moment
+                self._save()
+
+    def _save(self) -> None:
         if self._is_new():
             CorpusIndex.build([], self.path, tokenizer=self._facts, options={"harvest": True})
         corpus = CorpusIndex.open(self.path)

@@ -95,6 +95,23 @@ def tree_hooks() -> Iterator[None]:
                 _plain.clear()
 
 
+def forward_kind(model: Any) -> tuple[Any, ...]:
+    """What decides how a model can be verified: attention implementation, dtype and device."""
+    return model.config._attn_implementation, model.dtype, model.device
+
+
+def weights_state(model: Any) -> int:
+    """A number that changes with the weights, as far as that can be told without reading them: also with an adapter."""
+    state = []
+    for parameter in model.parameters():
+        version = 0 if parameter.is_inference() else parameter._version
+        try:
+            state.append((version, parameter.data_ptr(), parameter.requires_grad))
+        except RuntimeError:  # a tensor without storage of its own
+            state.append((version, 0, parameter.requires_grad))
+    return hash(tuple(state))
+
+
 class TargetModel:
     """A causal language model seen as a verifier of draft trees."""
 

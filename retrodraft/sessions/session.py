@@ -69,6 +69,7 @@ class Session:
         self._num_rows = 0  # sequences of the call that is running
         self._cache: DraftCache | None = None
         self._cached: Int32 = np.empty(0, np.int32)  # the tokens whose keys and values the cache holds
+        self._cache_state: Any = None  # of the model that made them
         self._copied = 0  # tokens of the running call whose keys and values another session of the namespace had
         self._prediction: Int32 | None = None
         self._lock = threading.RLock()
@@ -116,6 +117,9 @@ class Session:
                 raise ValueError(f"session {self.name!r} is closed: RetroDraft.session gives a new one")
             self.namespace.refresh_files(self._tokenize, self._rd._lock)
             self._copied = 0
+            self._rd.follow_model()
+            if self._cache_state != self._rd.model_state:  # other weights make other keys and values
+                self._cache, self._cached = None, np.empty(0, np.int32)
             cache = self._reusable(kwargs)
             if cache is not None:
                 kwargs[CACHE_ARG] = cache
@@ -189,7 +193,7 @@ class Session:
             return None
         try:
             kept = min(common_prefix(self._cached, prompt), len(prompt) - 1)
-            if self._cache is None or kept < 1:
+            if self._cache is None or kept < 1 or self._cache_state != self._rd.model_state:
                 return None
             native = DynamicCache(config=self._rd.model.config.get_text_config(decoder=True))
             self._cache.export(native, [0], len(self._cached))
@@ -295,6 +299,7 @@ class Session:
             # One less than the text where we decoded; else nothing was fed into it, and it still holds the prefix.
             if held < min(len(self.token_ids), rotary_switch(text_config)):
                 self._cache, self._cached = cache, self.token_ids[:held]
+                self._cache_state = self._rd.model_state
         self.total_stats = self.total_stats + self.stats
         self.turns += 1
         self._table.used(self)
