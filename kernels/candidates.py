@@ -22,7 +22,7 @@ from retrodraft.kernels.jit import borrowing_njit
 from retrodraft.kernels.suffix_array import corpus_candidates
 from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT, TARGET, TOKEN
 
-NUM_SCOPES = 6
+NUM_SCOPES, NUM_SHARES = 6, 6
 REQUEST, SESSION, WORKSPACE, PREDICTION, GLOBAL, DENSE = 0, 1, 2, 3, 4, 5
 NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * 72, 24, 6
 NUM_CELLS = NUM_MATCH * NUM_PAIR * NUM_TOKEN
@@ -97,7 +97,7 @@ def _offer(scope, shorter, length, count, total, num_followers, token, size, fou
         return size
     if length > found[MATCH_LENGTH, index]:
         bucket = (scope * 2 + shorter) * 6 + _length_bucket(length)
-        found[MATCH, index] = 1 + bucket * 6 + _share_bucket(count, total, num_followers)
+        found[MATCH, index] = 1 + bucket * NUM_SHARES + _share_bucket(count, total, num_followers)
         found[MATCH_LENGTH, index] = length
     found[SOURCES, index] |= 1 << scope
     return max(size, index + 1)

@@ -1,10 +1,11 @@
-"""What a step teaches: calibration counts, adjacency rows and the growing context, in the order of the text."""
+"""What a step teaches, in the order of the text: counts of hits, the text's own record, rows, and the text itself."""
 
 import numpy as np
 
 from retrodraft.kernels import suffix_automaton as sa
 from retrodraft.kernels.adjacency import WIDTH, blend, claim_pair
 from retrodraft.kernels.candidates import CELLS, CONTEXT, MAX_CANDIDATES, MAX_EDGES, NUM_COLUMNS, TOKENS, gather
+from retrodraft.kernels.confidence import EXPECTED, RIGHT, fade, kind_of
 from retrodraft.kernels.jit import borrowing_njit, njit
 
 MAX_TRIALS = 2000.0  # of a cell; then both counts are halved, so that old outcomes fade
@@ -12,7 +13,7 @@ MAX_TRIALS = 2000.0  # of a cell; then both counts are halved, so that old outco
 
 @njit
 def observe(
-    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, tokens, start, top_ids, top_probs,
+    stores, scopes, corpora, rows, rates, states, lengths, spans, context, tokens, start, top_ids, top_probs,
     rate, now,
 ):  # fmt: skip
     """Take the committed `tokens[start:]` one by one; returns the index of the first one that found no room.
@@ -27,27 +28,32 @@ def observe(
     ids = np.empty(2 * WIDTH, np.int32)
     probs = np.empty(2 * WIDTH, np.float32)
     return _observe(
-        stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, tokens, start, top_ids, top_probs,
+        stores, scopes, corpora, rows, rates, states, lengths, spans, context, tokens, start, top_ids, top_probs,
         rate, now, found, followers, ids, probs,
     )  # fmt: skip
 
 
 @borrowing_njit
 def _observe(
-    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, tokens, start, top_ids, top_probs,
+    stores, scopes, corpora, rows, rates, states, lengths, spans, context, tokens, start, top_ids, top_probs,
     rate, now, found, followers, ids, probs,
 ):  # fmt: skip
     automaton, edges, table, meta = stores[0]
+    hits, trials, record = rates
     for i in range(start, tokens.shape[0]):
         token = tokens[i]
         added = sa.clone_degree(automaton, edges, table, meta, token)
         if sa.needs_room(automaton, edges, table, meta, added):
             return i
         num_found = gather(stores, scopes, corpora, rows, states, lengths, spans, context, found, followers)
+        fade(record)
         for j in range(num_found):
             cell = found[CELLS, j]
+            kind = kind_of(cell)
+            record[kind, EXPECTED] += hits[cell] / trials[cell]
             trials[cell] += 1.0
             if found[TOKENS, j] == token:
+                record[kind, RIGHT] += 1.0
                 hits[cell] += 1.0
             if trials[cell] > MAX_TRIALS:
                 trials[cell] *= 0.5

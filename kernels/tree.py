@@ -22,6 +22,7 @@ from retrodraft.kernels.candidates import (
     TOKENS,
     gather,
 )
+from retrodraft.kernels.confidence import NUM_KINDS, confidence, kind_of
 from retrodraft.kernels.jit import borrowing_njit, njit
 from retrodraft.kernels.suffix_automaton import HEAD, step
 
@@ -88,7 +89,7 @@ def _path_context(tokens, parents, depths, node, context, width, out):
 
 @njit
 def build(
-    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, prices, max_depth, single,
+    stores, scopes, corpora, rows, rates, states, lengths, spans, context, prices, max_depth, single,
     tokens, parents, depths, probs, sources,
 ):  # fmt: skip
     """Fill the arrays with the best tree and return its number of nodes, the root included.
@@ -96,17 +97,19 @@ def build(
     `prices[n]` is what a forward over a root and n nodes costs, in expected tokens; its length bounds the tree. The
     tree of n nodes is worth its probability mass less `prices[n]`. `single` asks for a chain: one child a node.
     The stores, their matches and `context`, which ends with the root, are those of `candidates.gather`.
-    `hits` / `trials` (float32 [num_cells]) is the calibrated probability of a candidate's cell.
+    `rates` are hits and trials (float32 [num_cells]), whose ratio is the calibrated probability of a candidate's cell,
+    and this text's record (`confidence`).
     """
     room = prices.shape[0]
     capacity = MAX_CANDIDATES * room
     num_nodes = _grow(
-        stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, prices, max_depth, single,
+        stores, scopes, corpora, rows, rates, states, lengths, spans, context, prices, max_depth, single,
         tokens, parents, depths, probs, sources,
         np.zeros((room, len(stores)), np.int32), np.zeros((room, len(stores)), np.int32),
         np.empty((room, len(corpora)), np.int32), np.empty(CONTEXT, np.int32),
         np.empty(capacity, np.float32), np.empty((3, capacity), np.int32),
         np.empty((NUM_COLUMNS, MAX_CANDIDATES), np.int32), np.empty((2, MAX_EDGES), np.int32),
+        np.empty(NUM_KINDS, np.float32),
     )  # fmt: skip
     spine_first(tokens, parents, depths, probs, sources, num_nodes)
     return num_nodes
@@ -114,11 +117,14 @@ def build(
 
 @borrowing_njit
 def _grow(
-    stores, scopes, corpora, rows, hits, trials, states, lengths, spans, context, prices, max_depth, single,
+    stores, scopes, corpora, rows, rates, states, lengths, spans, context, prices, max_depth, single,
     tokens, parents, depths, probs, sources,
-    node_states, node_lengths, node_spans, node_context, heap_probs, heap, found, followers,
+    node_states, node_lengths, node_spans, node_context, heap_probs, heap, found, followers, scales,
 ):  # fmt: skip
     """The loop of `build`; nodes are in the order in which they were taken. The last line of arguments is room."""
+    hits, trials, record = rates
+    for kind in range(NUM_KINDS):
+        scales[kind] = confidence(record, kind)
     max_nodes = prices.shape[0] - 1
     num_stores = len(stores)
     width = CONTEXT if len(corpora) > 0 else 2  # of the context that `gather` looks at
@@ -148,7 +154,7 @@ def _grow(
             best = -1
             for i in range(num_found):
                 cell = found[CELLS, i]
-                prob = probs[node] * hits[cell] / trials[cell]
+                prob = probs[node] * scales[kind_of(cell)] * hits[cell] / trials[cell]
                 if prob < MIN_PROB:
                     continue
                 if single:

@@ -36,6 +36,7 @@ CONTEXT_STEP = 128  # prices are interpolated anew each time the context has gro
 MAX_NODES = TREE_SIZES[-1] - 1
 PADDING_GAIN = 0.95  # share of a forward's time below which a larger one replaces it
 RATE_DECAY = 0.97  # the rate remembers about the last 30 steps
+FIRST_RATE = 1.5  # tokens in the time of a plain forward, until it is known; plain decoding's is 1
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Budget:
 
     def reset(self) -> None:
         """Forget the learned rate."""
-        self._tokens = self._cost = 8.0  # the rate begins at plain decoding's one token a unit
+        self._tokens, self._cost = FIRST_RATE * 8.0, 8.0
 
     def prices(self, context_length: int, room: int) -> npt.NDArray[np.float64]:
         """`prices[n]`: cost of n nodes in expected tokens, for up to `room` nodes."""

@@ -30,6 +30,7 @@ from retrodraft.kernels.candidates import (
     SESSION,
     WORKSPACE,
 )
+from retrodraft.kernels.confidence import NUM_KINDS
 from retrodraft.kernels.suffix_array import MAX_MATCH
 from retrodraft.kernels.tree import build
 from retrodraft.kernels.trie import START
@@ -149,6 +150,7 @@ class RetroRow:
         self.lengths = np.zeros(len(self.scopes), np.int32)
         self.spans = np.full(len(shared.corpora), MAX_MATCH, np.int32)
         self.context = np.full(CONTEXT, -1, np.int32)  # the newest tokens
+        self.record = np.zeros((NUM_KINDS, 2), np.float32)  # how far this text bears out the hit rates
         self._version = -1  # of the memory, when its matches were taken
         self._unpublished = 0  # tokens emitted since the memory was given some
 
@@ -181,8 +183,7 @@ class RetroRow:
             np.empty(size, np.uint8),
         )
         count = build(
-            self._stores(), self.scopes, self.shared.corpora, self.adjacency.arrays,
-            self.calibration.hits, self.calibration.trials,
+            self._stores(), self.scopes, self.shared.corpora, self.adjacency.arrays, self._rates(),
             self.states, self.lengths, self.spans, self.context, prices, max_depth, chain,
             tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources,
         )  # fmt: skip
@@ -209,10 +210,9 @@ class RetroRow:
         done = 0
         while done < len(token_ids):
             done = learning.observe(
-                self._stores(), self.scopes, self.shared.corpora, self.adjacency.arrays,
-                self.calibration.hits, self.calibration.trials,
-                self.states, self.lengths, self.spans, self.context, token_ids, done, top_ids, top_probs,
-                ACCEPTED_RATE, self.shared.clock,
+                self._stores(), self.scopes, self.shared.corpora, self.adjacency.arrays, self._rates(),
+                self.states, self.lengths, self.spans, self.context,
+                token_ids, done, top_ids, top_probs, ACCEPTED_RATE, self.shared.clock,
             )  # fmt: skip
             if done < len(token_ids):
                 self.text.reserve(int(token_ids[done]))
@@ -225,6 +225,9 @@ class RetroRow:
     def _learn_rows(self, before: Int32, tokens: Int32, top: TopLogits, rate: float) -> None:
         arrays = self.adjacency.arrays
         learning.learn_rows(arrays, before, tokens, top.token_ids, top.probs, rate, self.shared.clock)
+
+    def _rates(self) -> tuple[npt.NDArray[np.float32], ...]:
+        return self.calibration.hits, self.calibration.trials, self.record
 
     def _stores(self) -> tuple[tuple[npt.NDArray[Any], ...], ...]:
         """Arrays of every automaton, and the matches in those that have changed taken anew."""

@@ -15,6 +15,7 @@ from retrodraft.index.adjacency import AdjacencyRows
 from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import candidates as c
 from retrodraft.kernels.adjacency import ONE, WIDTH
+from retrodraft.kernels.confidence import NUM_KINDS
 from retrodraft.kernels.learning import learn_rows
 from retrodraft.kernels.suffix_automaton import step
 from retrodraft.kernels.tree import MIN_PROB, build
@@ -120,15 +121,16 @@ def test_builder_takes_the_best_nodes(seed: int, nodes: int, depth: int) -> None
 
 def built(
     automaton: SuffixAutomaton, rows: AdjacencyRows, text: np.ndarray, rates: np.ndarray, prices: np.ndarray,
-    depth: int, chain: bool = False,
+    depth: int, chain: bool = False, record: np.ndarray | None = None,
 ) -> DraftTree:  # fmt: skip
     """Run the kernel."""
+    record = np.zeros((NUM_KINDS, 2), np.float32) if record is None else record
     state, length = automaton.match()
     n = len(prices)
     arrays = [np.empty(n, kind) for kind in (np.int32, np.int32, np.int32, np.float32, np.uint8)]
     count = build(
         (automaton.arrays,), np.zeros(1, np.int32), NO_CORPORA, rows.arrays,
-        rates, np.ones_like(rates), np.array([state], np.int32), np.array([length], np.int32), np.zeros(1, np.int32),
+        (rates, np.ones_like(rates), record), np.array([state], np.int32), np.array([length], np.int32), np.zeros(1, np.int32),
         context_of(text[-2:]), prices, depth, chain, *arrays,
     )  # fmt: skip
     return DraftTree(*(array[:count] for array in arrays))

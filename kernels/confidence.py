@@ -1,0 +1,39 @@
+"""How far one text bears out the hit rates, which were learned from many.
+
+In a text that is sampled hot, or leaves what it copies at every turn, all candidates do worse than usual, and the cells
+of `candidates` are too many to notice it in time. So each text keeps a record of what every kind of evidence was
+expected to get right and what it did; where that falls short, the kind's probabilities are scaled down. They are never
+scaled up: the builder takes those candidates that are overestimated already, and larger trees did not pay.
+
+    record float32 [NUM_KINDS, 2]   tokens that came true, and that the hit rates expected; both fade
+    kind 0 = no text proposed it, else 1 + the share bucket of its match
+"""
+
+from retrodraft.kernels.candidates import NUM_PAIR, NUM_SHARES, NUM_TOKEN
+from retrodraft.kernels.jit import borrowing_njit
+
+NUM_KINDS = 1 + NUM_SHARES
+RIGHT, EXPECTED = 0, 1
+DOUBT = 3.0  # expected tokens before which a record counts for little
+FADING = 0.99  # of a record with each token
+
+
+@borrowing_njit
+def kind_of(cell):
+    """The kind of evidence of a candidate in `cell`."""
+    match = cell // (NUM_PAIR * NUM_TOKEN)
+    return 0 if match == 0 else 1 + (match - 1) % NUM_SHARES
+
+
+@borrowing_njit
+def confidence(record, kind):
+    """What a probability of that kind is scaled by, at most 1."""
+    return min((DOUBT + record[kind, RIGHT]) / (DOUBT + record[kind, EXPECTED]), 1.0)
+
+
+@borrowing_njit
+def fade(record):
+    """Let older outcomes count a little less."""
+    for kind in range(NUM_KINDS):
+        record[kind, RIGHT] *= FADING
+        record[kind, EXPECTED] *= FADING
