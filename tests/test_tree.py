@@ -130,7 +130,8 @@ def built(
     arrays = [np.empty(n, kind) for kind in (np.int32, np.int32, np.int32, np.float32, np.uint8)]
     count = build(
         (automaton.arrays,), np.zeros(1, np.int32), NO_CORPORA, rows.arrays,
-        (rates, np.ones_like(rates), record), np.array([state], np.int32), np.array([length], np.int32), np.zeros(1, np.int32),
+        (rates, np.ones_like(rates), record),
+        np.array([state], np.int32), np.array([length], np.int32), np.zeros(1, np.int32),
         context_of(text[-2:]), prices, depth, chain, *arrays,
     )  # fmt: skip
     return DraftTree(*(array[:count] for array in arrays))
