@@ -153,8 +153,7 @@ class Batch:
         if row.finished:
             return Acceptance()
         logits = self.logits(index, output)
-        ordered = top is not None and logits.device.type == "cpu"  # elsewhere topk may order equal logits anyhow
-        acceptance = row.chooser.walk(tree, logits, top.token_ids[:, 0] if top is not None and ordered else None)
+        acceptance = row.chooser.walk(tree, logits, None if top is None else top.token_ids[:, 0])
         row.recorder.record(output, index, acceptance.path, self._offset)
         self._take(row, acceptance)
         return acceptance

@@ -184,7 +184,10 @@ class TargetModel:
 
 
 def top_logits(logits: torch.Tensor, k: int) -> TopLogits:
-    """The `k` best entries of each row of `logits` [num_positions, vocab_size], with softmax probabilities."""
+    """The `k` best entries of each row of `logits` [num_positions, vocab_size], with softmax probabilities.
+
+    The first is the one that `argmax` names: of equal logits, the lowest id.
+    """
     k = min(k, logits.shape[-1])
     if logits.device.type == "cpu":
         token_ids, probs = np.empty((len(logits), k), np.int32), np.empty((len(logits), k), np.float32)
@@ -193,10 +196,19 @@ def top_logits(logits: torch.Tensor, k: int) -> TopLogits:
         else:
             kernel.top_logits(logits.detach().contiguous().float().numpy(), token_ids, probs)
         return TopLogits(token_ids, probs)
-    logits = logits.float()
+    return _top_on_device(logits.float(), k)
+
+
+def _top_on_device(logits: torch.Tensor, k: int) -> TopLogits:
+    """`top_logits` by torch's own kernels and one transfer to the host. `topk` may order equal logits anyhow."""
     values, indices = logits.topk(k, dim=-1)
-    softmax = (values - logits.logsumexp(-1, keepdim=True)).exp()
-    return TopLogits(indices.to(torch.int32).cpu().numpy(), softmax.cpu().numpy())
+    probs = (values - logits.logsumexp(-1, keepdim=True)).exp()
+    packed = torch.cat([logits.argmax(-1, keepdim=True).int(), indices.int(), probs.view(torch.int32)], -1)
+    columns = packed.cpu().numpy()
+    first, token_ids = columns[:, :1], columns[:, 1 : k + 1]
+    token_ids = np.where(token_ids == first, token_ids[:, :1], token_ids)
+    token_ids[:, :1] = first
+    return TopLogits(token_ids, np.ascontiguousarray(columns[:, k + 1 :]).view(np.float32))
 
 
 class PromptHarvest:

@@ -14,7 +14,7 @@ from tiny import ForwardCount, random_prompt, tiny_llama
 from retrodraft import RetroDraft
 from retrodraft.hot_start import MAX_PREFIX, SIBLINGS, hot_rows
 from retrodraft.kernels.adjacency import WIDTH
-from retrodraft.target import top_logits
+from retrodraft.target import _top_on_device, top_logits
 from retrodraft.workloads import render_prompt
 
 
@@ -109,3 +109,22 @@ def test_top_logits_against_torch(vocab_size: int, dtype: torch.dtype) -> None:
     assert top.token_ids.tolist() == order.tolist()
     expected = wide.softmax(-1).gather(-1, order).numpy()
     assert np.allclose(top.probs, expected, rtol=0.02, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 64, 1000])
+def test_top_logits_as_on_other_devices(vocab_size: int) -> None:
+    """torch's own kernels: the first id is argmax's among equal logits, however `topk` orders those."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = torch.randn(9, vocab_size, generator=generator) * 4
+    logits[0] = 0.0
+    logits[1, vocab_size // 3 :] = 50.0
+    logits[2, [1, vocab_size - 1]] = 60.0
+    k = min(WIDTH, vocab_size)
+    top = _top_on_device(logits, k)
+    assert top.token_ids.dtype == np.int32 and top.probs.dtype == np.float32
+    assert top.token_ids[:, 0].tolist() == logits.argmax(-1).tolist()
+    assert all(len(set(row)) == k for row in top.token_ids.tolist())
+    picked = logits.gather(-1, torch.from_numpy(top.token_ids).long())
+    assert torch.equal(picked, logits.topk(k, dim=-1).values)  # falling, and none larger is left out
+    expected = logits.softmax(-1).gather(-1, torch.from_numpy(top.token_ids).long())
+    assert np.allclose(top.probs, expected.numpy(), rtol=1e-5, atol=1e-7)
