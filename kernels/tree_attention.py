@@ -21,11 +21,12 @@ class TreeLayout:
         lengths: torch.Tensor,  # int64 [batch_size] committed tokens of each row
         depths: torch.Tensor,  # int64 [batch_size, num_nodes]
         ancestors: torch.Tensor,  # bool [batch_size, num_nodes, num_nodes]
+        length: int = 0,  # of the first row, where it is the only one
         prefix_mask: "PrefixMask | None" = None,  # for one row: the full-attention mask is cut from it
     ) -> None:
         self.lengths, self.depths, self.ancestors = lengths, depths, ancestors
         self.num_nodes = depths.shape[1]
-        self.prefix_mask = prefix_mask
+        self.length, self.prefix_mask = length, prefix_mask
         self.group_masks: dict[int, torch.Tensor] = {}  # by `id` of the mask that each was made of
 
     @property
@@ -86,19 +87,24 @@ class PrefixMask:
     def __init__(self, visible: torch.Tensor, hidden: torch.Tensor) -> None:
         self._visible, self._hidden = (visible, hidden)  # scalars: True / False, or 0 / lowest float
         self._buffer = visible.new_empty((0, 0))
+        self._width = 0  # of the newest mask
 
-    def cut(self, ancestors: torch.Tensor, length: int) -> torch.Tensor:
-        """Mask [1, 1, num_nodes, length + num_nodes] of a tree with bool `ancestors` [num_nodes, num_nodes]."""
+    def cut(self, ancestors: torch.Tensor, length: int, width: int) -> torch.Tensor:
+        """Mask [1, 1, num_nodes, width] of a tree with bool `ancestors` [num_nodes, num_nodes] behind `length` tokens.
+
+        What lies behind the tree is hidden.
+        """
         nodes = ancestors.shape[0]
-        width = length + nodes
         rows, columns = self._buffer.shape
         if nodes > rows or width > columns:
             shape = (max(nodes, rows), max(width + width // 2 + 256, columns))
             self._buffer = self._visible.expand(shape).clone()
         mask = self._buffer[:nodes, :width]
-        mask[:, length:] = torch.where(ancestors, self._visible, self._hidden)
+        mask[:, length : length + nodes] = torch.where(ancestors, self._visible, self._hidden)
+        mask[:, length + nodes :] = self._hidden
+        self._width = width
         return mask[None, None]
 
     def clear(self, length: int, nodes: int) -> None:
-        """Make the tree's block visible again, as it will be once tokens are committed over it."""
-        self._buffer[:nodes, length : length + nodes] = self._visible
+        """Make the tree's block visible again, as it will be once tokens are committed over it, and what lay behind."""
+        self._buffer[:nodes, length : self._width] = self._visible

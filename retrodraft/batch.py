@@ -133,14 +133,16 @@ class Batch:
             row.length = self._cache.lengths[index] if self._cache is not None else cached + self._input_ids.shape[1]
         return output
 
-    def verify(self, trees: list[DraftTree], min_nodes: int) -> Any:
+    def verify(self, trees: list[DraftTree], min_nodes: int, aligned: bool) -> Any:
         """One forward over every row's tree; returns the model's output."""
         if self._recurrent is not None:
             self._offset = len(self._recurrent.replay)
             return self._recurrent.forward(trees[0].token_ids.tolist(), **self._forward_kwargs)
         assert self._cache is not None
         with self._forward_mode():
-            return self._target.verify(trees, self._cache, self._prefix_mask, min_nodes, **self._forward_kwargs)
+            return self._target.verify(
+                trees, self._cache, self._prefix_mask, min_nodes, aligned, **self._forward_kwargs
+            )  # fmt: skip
 
     def logits(self, row: int, output: Any) -> torch.Tensor:
         """Raw logits [num_nodes, vocab_size] of a row's tree."""

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from retrodraft.compat import CACHE_ARGS, DUMMY_LAYER, INDEXED_LAYER
 
 FIRST_ROOM = 256  # slots beyond the prompt of a first allocation
+GRAIN, FIRST_GRAIN = 64, 512  # slots; an aligned view ends at a multiple of one and begins at one of the other
 ROLLBACK_ROOM = 64  # tokens by which a layer that keeps a window alone can be rolled back at any time
 
 
@@ -35,6 +36,7 @@ class DraftLayer(CacheLayerMixin):
         self.lengths: list[int] = []  # committed tokens of each row
         self.first = 0  # logical position of slot 0
         self.staged = False  # whether a forward's tokens wait for `commit`
+        self.aligned = False  # whether queries are shown whole blocks of slots: kernels then add in the same order
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the first states seen."""
@@ -56,11 +58,12 @@ class DraftLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         count = key_states.shape[-2]
         start, end = self._visible(count)
+        begin = max(self.lengths) - self.first
         if end > self.keys.shape[-2]:
             self.keys, self.values = _grown(self.keys, end), _grown(self.values, end)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
             if min(self.lengths) == max(self.lengths):
-                buffer[:, :, end - count : end] = states
+                buffer[:, :, begin : begin + count] = states
             else:
                 for row, length in enumerate(self.lengths):
                     buffer[row, :, length : length + count] = states[row]
@@ -74,7 +77,10 @@ class DraftLayer(CacheLayerMixin):
         """First and last slot + 1 that `count` new queries attend to."""
         end = max(self.lengths) - self.first
         start = max(end - self.window + 1, 0) if self.is_sliding and self.window is not None else 0
-        return start, end + count
+        end += count
+        if self.aligned:
+            start, end = start - start % FIRST_GRAIN, end + -end % GRAIN
+        return start, end
 
     def commit(self, paths: list[list[int]], indices: list[torch.Tensor | None]) -> None:
         """Keep of each row the nodes of its path; `indices[r]` (None where the path is 0, 1, 2 …) is it as a tensor."""
@@ -119,6 +125,8 @@ class DraftLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         end = self.lengths[0] - self.first
         kept = min(end, self.window - 1 + ROLLBACK_ROOM)
+        if self.aligned:
+            kept += (end - kept) % FIRST_GRAIN  # a slot stays where it was within its block
         if end - kept <= max(self.window, FIRST_ROOM):
             return
         capacity = 2 * max(self.window, FIRST_ROOM)
@@ -203,10 +211,13 @@ class DraftCache(Cache):
         """Committed tokens of each row."""
         return self.draft_layers[0].lengths
 
-    def stage(self, staged: bool = True) -> None:
-        """From now on a forward's tokens wait for `commit` (or, with False, count at once)."""
+    def stage(self, staged: bool = True, aligned: bool = False) -> None:
+        """From now on a forward's tokens wait for `commit` (or, with False, count at once).
+
+        `aligned` forwards are shown slots behind their own as well, up to a round number; masks must hide those.
+        """
         for layer in self.draft_layers:
-            layer.staged = staged
+            layer.staged, layer.aligned = staged, aligned
 
     def align(self, pads: list[int]) -> None:
         """Drop the left padding of the prompt, row by row."""

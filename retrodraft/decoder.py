@@ -75,8 +75,8 @@ class RetroDraft:
         max_kv_bytes: of the keys and values that all sessions keep between calls; the least recently used go first.
         hot_start: begin with what the model says after each single token: measured at a model's first use, for up to 20
             seconds, and kept on disk; `retrodraft profile` measures all tokens.
-        reproducible: verify with one constant shape, so that in low precision the output depends as little as the
-            kernels allow on what was drafted. Needless in float32.
+        reproducible: verify chains in one constant shape, so that in low precision the output does not depend on what
+            was drafted, as far as the kernels allow. Needless in float32, where it is so anyway.
 
     Raises:
         UnsupportedModelError: `model` is not a causal language model.
@@ -109,6 +109,7 @@ class RetroDraft:
         fixed = None if budget == "auto" else checked_count("budget", budget, 0)
         if reproducible and fixed is None:
             fixed = REPRODUCIBLE_NODES
+        self._reproducible = reproducible
         self._min_nodes = 1 + fixed if reproducible and fixed is not None else 1
         opened = opened_corpora(corpora, tokenizer, self.vocab_size)
         self._dense = opened_dense(opened, model) if dense else None
@@ -319,7 +320,7 @@ class RetroDraft:
         trees = [self._draft(row, batch) for row in batch.rows]
         drafted = time.perf_counter()
         # 2. verify: the target says what follows every node, in one forward
-        output = batch.verify(trees, max(self._min_nodes, self._forward_size(batch, trees)))
+        output = batch.verify(trees, max(self._min_nodes, self._forward_size(batch, trees)), self._reproducible)
         top = [self._top(batch.logits(i, output), tree) for i, tree in enumerate(trees)]
         verified = time.perf_counter()
         # 3. accept: walk each tree as far as the target agrees; one more token comes with it
@@ -356,7 +357,7 @@ class RetroDraft:
             prices = self._budget.prices(row.length, room)
             if depth < 1 or len(prices) < 2:
                 return DraftTree.root_only(row.root)
-            return row.drafts.draft(prices, depth, self.capabilities.mode != "tree")
+            return row.drafts.draft(prices, depth, self.capabilities.mode != "tree" or self._reproducible)
 
     def _forward_size(self, batch: Batch, trees: list[DraftTree]) -> int:
         """Tokens a row in the forward over these trees; more than they have where that is measured to be faster."""

@@ -43,7 +43,7 @@ def _tree_mask(plain: Any) -> Any:
             return plain(*args, **kwargs)
         causal = kwargs["mask_function"] is masking_utils.causal_mask_function and not kwargs["kv_offset"]
         if causal and layout.prefix_mask is not None:
-            return layout.prefix_mask.cut(layout.ancestors[0], kwargs["kv_length"] - layout.num_nodes)
+            return layout.prefix_mask.cut(layout.ancestors[0], layout.length, kwargs["kv_length"])
         kwargs["mask_function"] = tree_mask_function(layout, kwargs["mask_function"], kwargs["q_offset"])
         kwargs["allow_is_causal_skip"] = False
         return plain(*args, **kwargs)
@@ -138,12 +138,13 @@ class TargetModel:
         cache: DraftCache,
         prefix_mask: PrefixMask | None = None,
         min_nodes: int = 1,
+        aligned: bool = False,
         **forward_kwargs: Any,
     ) -> Any:
         """One forward over a tree for each row; its nodes lie behind the cache's committed tokens until `commit`.
 
-        Shorter trees are padded with unseen nodes to the longest one, or to `min_nodes`. Returns the model's output,
-        logits [batch_size, num_nodes, vocab_size].
+        Shorter trees are padded with unseen nodes to the longest, or to `min_nodes`. `aligned` rounds the slots that
+        attention runs over as well. Returns the model's output, logits [batch_size, num_nodes, vocab_size].
         """
         nodes = max(min_nodes, max(len(tree) for tree in trees))
         device = self.model.device
@@ -159,7 +160,7 @@ class TargetModel:
         kwargs: dict[str, Any] = {"input_ids": token_ids.to(device), self._cache_arg: cache, "use_cache": True}
         if self._takes_positions:
             kwargs["position_ids"] = positions
-        cache.stage()
+        cache.stage(aligned=aligned and layout is not None)
         _local.layout = layout
         try:
             return self.model(**kwargs, **forward_kwargs, return_dict=True)
@@ -180,7 +181,8 @@ class TargetModel:
             ancestors[row, range(count, nodes), range(count, nodes)] = True  # a padding node sees itself, no NaN
         device = self.model.device
         lengths = torch.tensor(cache.lengths, device=device)
-        return TreeLayout(lengths, depths.to(device), ancestors.to(device), prefix_mask if len(trees) == 1 else None)
+        mask = prefix_mask if len(trees) == 1 else None
+        return TreeLayout(lengths, depths.to(device), ancestors.to(device), cache.lengths[0], mask)
 
 
 def top_logits(logits: torch.Tensor, k: int) -> TopLogits:
