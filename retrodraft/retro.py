@@ -175,21 +175,14 @@ class RetroRow:
             if length:
                 self.states[-1], self.lengths[-1] = START, length
         size = len(prices)
-        tree = DraftTree(
-            np.empty(size, np.int32),
-            np.empty(size, np.int32),
-            np.empty(size, np.int32),
-            np.empty(size, np.float32),
-            np.empty(size, np.uint8),
-        )
+        tokens, parents, depths = np.empty(size, np.int32), np.empty(size, np.int32), np.empty(size, np.int32)
+        probs, sources = np.empty(size, np.float32), np.empty(size, np.uint8)
         count = build(
             self._stores(), self.scopes, self.shared.corpora, self.adjacency.arrays, self._rates(),
             self.states, self.lengths, self.spans, self.context, prices, max_depth, chain,
-            tree.token_ids, tree.parents, tree.depths, tree.probs, tree.sources,
+            tokens, parents, depths, probs, sources,
         )  # fmt: skip
-        return DraftTree(
-            tree.token_ids[:count], tree.parents[:count], tree.depths[:count], tree.probs[:count], tree.sources[:count]
-        )
+        return DraftTree(tokens[:count], parents[:count], depths[:count], probs[:count], sources[:count])
 
     def commit(self, tree: DraftTree, path: list[int], token_ids: Int32, top: TopLogits | None) -> None:
         """Judge every candidate of the visited nodes, append the emitted tokens, blend the target's logits in."""
