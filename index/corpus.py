@@ -23,6 +23,7 @@ from retrodraft.kernels.suffix_sorting import suffix_array
 
 Int32 = npt.NDArray[np.int32]
 KIND = "corpus"
+DENSE = "dense"  # kind, and folder in that of a corpus, of a dense index of its positions
 BORDER = -1  # closes each document
 MAX_SHARD_TOKENS = (1 << 31) - 2
 MAX_TOKEN = kernel.MAX_TOKEN
@@ -105,17 +106,18 @@ class CorpusIndex:
 
     @classmethod
     def merge(cls, paths: Sequence[Path | str], path: Path | str) -> CorpusIndex:
-        """Write the shards of several corpora as one corpus.
+        """Write the shards of several corpora as one corpus; checksums are compared, so that no damage is taken over.
 
         Raises:
             ValueError: no corpora are given, their tokenizers differ, or `path` is one of them.
+            IndexFormatError: one of them is damaged.
         """
         if not paths:
             raise ValueError("merge needs at least one corpus")
         for source in paths:
             if Path(path).exists() and Path(source).exists() and Path(path).samefile(source):
                 raise ValueError(f"{path} is one of the corpora to merge; name another folder for the result")
-        corpora = [cls.open(source) for source in paths]
+        corpora = [cls.open(source, check=True) for source in paths]
         for corpus in corpora[1:]:
             if corpus.fingerprint != corpora[0].fingerprint:
                 raise ValueError(f"{corpus.path} and {corpora[0].path} were built with different tokenizers")
@@ -145,9 +147,9 @@ class CorpusIndex:
         self._take(open_store(self.path, KIND))
 
     def compact(self, *, shard_tokens: int = MAX_SHARD_TOKENS) -> None:
-        """Join shards into as few as `shard_tokens` allows, on disk and here; O(tokens)."""
+        """Join shards into as few as `shard_tokens` allows, on disk and here; O(tokens). Checked as in `merge`."""
         with writing(self.path) as writer:
-            present = CorpusIndex.open(self.path)
+            present = CorpusIndex.open(self.path, check=True)
             shards = _write_shards(writer, present.documents(), 0, shard_tokens)
             writer.commit(KIND, {**present.info, "shards": shards})
         self._take(open_store(self.path, KIND))

@@ -194,6 +194,8 @@ class DenseIndex:
             return index
         centroids = arrays.get("centroids", np.empty(0, np.float32))
         codebook = arrays.get("codebook", np.empty(0, np.float32))
+        if centroids.dtype.str != "<f4" or codebook.dtype.str != "<f4":
+            raise IndexFormatError(f"{path}: centroids or codebook are of another type")
         if centroids.ndim != 2 or centroids.shape[1] != dim or not 0 <= lists.min() <= lists.max() < len(centroids):
             raise IndexFormatError(f"{path}: the inverted lists are damaged")
         if codebook.shape != ((256 * dim,) if _coded(rows) else (0,)):
@@ -254,9 +256,14 @@ class DenseIndex:
 
 
 class DenseBuilder:
-    """A dense index made from states as they come: the first FIT_ROWS of them give the projection."""
+    """A dense index made from states as they come.
 
-    def __init__(self, projection: Projection | None = None) -> None:
+    The first FIT_ROWS of them give the projection, if none is known. With `waits` they stay as they are until `finish`:
+    for a caller that may learn of a projection meanwhile, and calls it when `is_ready`.
+    """
+
+    def __init__(self, projection: Projection | None = None, waits: bool = False) -> None:
+        self._waits = waits
         self._index = DenseIndex(projection) if projection is not None else None
         self._waiting: list[tuple[Float32, Int64]] = []
         self._num_waiting = 0
@@ -268,23 +275,38 @@ class DenseBuilder:
             return
         self._waiting.append((states, positions))
         self._num_waiting += len(states)
-        if self._num_waiting >= FIT_ROWS:
+        if self.is_ready and not self._waits:
             self.finish()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether enough states wait to fit a projection on them."""
+        return self._num_waiting >= FIT_ROWS
 
     @property
     def has_rows(self) -> bool:
         """Whether there is anything to make an index of."""
         return self._num_waiting > 1 or (self._index is not None and len(self._index) > 0)
 
-    def finish(self) -> DenseIndex:
-        """The index of all that was added; raises ValueError if there are fewer than two usable states."""
+    def finish(self, projection: Projection | None = None) -> DenseIndex:
+        """The index of all that was added.
+
+        Args:
+            projection: for the states that wait; None fits one on them. Keys that were made before keep theirs.
+
+        Raises:
+            ValueError: there are no states, or fewer than two usable ones to fit a projection on.
+        """
         if self._index is None:
             if not self._waiting:
                 raise ValueError("there are no states to make a dense index of")
-            self._index = DenseIndex(Projection.fit(np.concatenate([states for states, _ in self._waiting])))
+            if projection is None:
+                projection = Projection.fit(np.concatenate([states for states, _ in self._waiting])[:FIT_ROWS])
+            self._index = DenseIndex(projection)
             for states, positions in self._waiting:
                 self._index.add(states, positions)
             self._waiting.clear()
+            self._num_waiting = 0
         return self._index
 
 

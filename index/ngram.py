@@ -129,7 +129,7 @@ class NgramStore:
             raise IndexFormatError(f"{path}: {error}") from error
         rows = (len(hashes), loaded.width)
         types = tuple(array.dtype.str for array in (hashes, followers, counts))
-        if types != ("<u8", "<i4", "<u2") or followers.shape != rows or counts.shape != rows:
+        if types != ("<u8", "<i4", "<u2") or hashes.ndim != 1 or followers.shape != rows or counts.shape != rows:
             raise IndexFormatError(f"{path}: the arrays are not those of an n-gram table")
         kernel.merge(*loaded.arrays, hashes, followers, counts)
         return loaded

@@ -19,7 +19,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from retrodraft import __version__
 from retrodraft.decoder import RetroDraft
-from retrodraft.models import load_model
+from retrodraft.models import load_model, quiet_loading
 from retrodraft.options import parse_budget
 from retrodraft.plots import plot_speedups, require_matplotlib
 from retrodraft.reports import markdown, print_results
@@ -58,8 +58,7 @@ def run_bench(settings: BenchSettings, folder: Path) -> dict[str, Any]:
 def _run_bench(settings: BenchSettings, folder: Path, items: list[WorkloadItem]) -> dict[str, Any]:
     digest = hashlib.sha256(Path(settings.workload).read_bytes()).hexdigest()
     log = RunLog(folder, {**asdict(settings), "workload_sha256": digest, **machine()})
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet_loading()
     model, tokenizer = load_model(settings.model, settings.dtype, settings.device, settings.attn)
     prompts = _prompts(items, tokenizer, model, settings)
     names = ["plain", *(name for name in dict.fromkeys(settings.systems) if name != "plain")]

@@ -15,6 +15,7 @@ import typer
 from retrodraft import __version__
 from retrodraft.commands import index, replay, serve, session
 from retrodraft.commands.documents import standard_input
+from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads
 from retrodraft.options import (
     STRATEGY_NAMES,
     check_corpora,
@@ -41,12 +42,6 @@ app.command()(replay.replay)
 app.command()(serve.serve)
 UsageError: Any = typer.BadParameter.__base__  # what a mistyped option raises; typer has no name of its own for it
 
-Model = Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
-Device = Annotated[str, typer.Option(help="As torch names it, for instance cpu or cuda:0.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
-Attn = Annotated[str | None, typer.Option(help="Attention implementation: sdpa, eager, ...; default the model's.")]
-Budget = Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto (priced by the cost curve).")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")]
 Strategy = Annotated[str, typer.Option(help=f"{STRATEGY_NAMES}.")]
 Corpus = Annotated[list[Path] | None, typer.Option(help="Index that retro drafts from besides; repeatable.")]
@@ -234,12 +229,10 @@ def _load(model: str, dtype: str, device: str, threads: int, attn: str | None) -
     check_model(model, dtype)
     check_threads(threads)
     import torch
-    import transformers
 
-    from retrodraft.models import load_model
+    from retrodraft.models import load_model, quiet_loading
 
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet_loading()
     if threads:
         torch.set_num_threads(threads)
     return load_model(model, dtype=dtype, device=device, attn=attn)

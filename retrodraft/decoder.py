@@ -237,14 +237,15 @@ class RetroDraft:
     def harvest(self, index: CorpusIndex | Path | str) -> AbstractContextManager[Harvest]:
         """Collect this thread's answers, and the model's states along them, for later drafting.
 
-        Used as `with rd.harvest("answers.index"):` around calls of `generate`. At the block's end the answers are added
-        to the corpus in the folder `index` and to its dense index, which are made if need be; no forward is added. If
-        the block raises, the answers that had finished are kept. To draft from them:
+        Used as `with rd.harvest("answers.index"):` around calls of `generate`. At the block's end, and whenever 16,384
+        states wait, the answers are added to the corpus in the folder `index` and to its dense index, which are made if
+        need be; no forward is added. If the block raises, the answers that had finished are kept. To draft from them:
         `RetroDraft(model, tokenizer, corpora=["answers.index"], dense=True)`.
 
         Raises:
             ValueError: the folder can't be written, the model can't verify drafts, a harvest is running already; inside
-                the block, a call that is left to plain `generate`.
+                the block, a call that is left to plain `generate`; at its end, the folder holds another model's keys by
+                then (the answers are kept).
             IndexFormatError: the corpus is damaged, or of another tokenizer or model.
             ImportError: FAISS is not installed.
         """

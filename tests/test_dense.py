@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from retrodraft.index import IndexFormatError, dense
-from retrodraft.index.dense import DenseIndex, Projection
+from retrodraft.index.dense import DenseBuilder, DenseIndex, Projection
 
 Float32 = npt.NDArray[np.float32]
 
@@ -99,6 +100,26 @@ def test_few_rows_and_none() -> None:
     assert sorted(found.tolist()) == list(range(10)) and len(cosines) == 10
 
 
+def test_a_builder_fits_on_what_came_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the first FIT_ROWS at once, or, where it waits, at the end, for a projection that is given then."""
+    monkeypatch.setattr(dense, "FIT_ROWS", 500)
+    data, positions = states(2000), np.arange(2000)
+    early, late, given = DenseBuilder(), DenseBuilder(waits=True), DenseBuilder(waits=True)
+    for builder in (early, late, given):
+        for start in range(0, 2000, 250):
+            assert builder.is_ready == (start >= 500 and builder is not early)
+            builder.add(data[start : start + 250], positions[start : start + 250])
+    fitted = Projection.fit(data[:500])
+    other = Projection.fit(states(300, seed=4))
+    for builder, projection in ((early, fitted), (late, fitted), (given, other)):
+        index = builder.finish(other if builder is given else None)
+        assert not builder.is_ready and len(index) == 2000 and index.positions.tolist() == positions.tolist()
+        assert np.array_equal(index.projection.components, projection.components)
+        assert [int(found[0]) for found, _ in index.search(data[::400], 1)] == [0, 400, 800, 1200, 1600]
+    with pytest.raises(ValueError, match="no states"):
+        DenseBuilder().finish()
+
+
 def test_rows_that_are_no_numbers() -> None:
     """O21: NaN, infinite and mean states are skipped with a count, and match nothing as queries."""
     data = states(200)
@@ -140,6 +161,14 @@ def test_damaged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index._lists[0] = 10**6
     index.save(tmp_path / "d")
     with pytest.raises(IndexFormatError, match="lists"):
+        DenseIndex.open(tmp_path / "d")
+    index._lists[0] = 0
+    index.save(tmp_path / "d")
+    manifest = tmp_path / "d" / "manifest.json"
+    text = json.loads(manifest.read_text())
+    text["files"]["centroids"]["dtype"] = "<i4"
+    manifest.write_text(json.dumps(text))
+    with pytest.raises(IndexFormatError, match="of another type"):
         DenseIndex.open(tmp_path / "d")
     index._positions = index._positions[:-1]
     index.save(tmp_path / "d")

@@ -250,6 +250,61 @@ def test_harvest_that_fails(answered: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "dense").exists()
 
 
+@pytest.mark.parametrize("fit_rows", [10**9, 100], ids=["at the end", "on the way"])
+def test_harvests_at_once_into_a_new_folder(fit_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both keep texts and keys, under one projection, whoever comes first, and whatever was written on the way."""
+    import retrodraft.index.dense as dense_index
+
+    monkeypatch.setattr(dense_index, "FIT_ROWS", fit_rows)
+    model = tiny_llama(0)
+    first, second = (RetroDraft(model, budget=8, hot_start=False) for _ in range(2))
+    texts = []
+    with first.harvest(tmp_path / "a") as outer, second.harvest(tmp_path / "a") as inner:
+        for seed in range(8):
+            prompt = random_prompt(8, seed)
+            texts.append((second if seed % 2 else first).generate(prompt, **GREEDY)[0].tolist())
+        assert (tmp_path / "a").exists() == (fit_rows == 100)
+    assert outer.num_documents == inner.num_documents == 4
+    corpus = CorpusIndex.open(tmp_path / "a", check=True)
+    index = open_dense(corpus, model)
+    kept = {tuple(document.token_ids) for document in corpus.documents()}
+    assert kept == {tuple(text[8:]) for text in texts} and len(index) == 8 * 38
+    for text in texts:
+        state = last_hidden_states(model, torch.tensor([text]))[0, -20].float().numpy()
+        position = int(index.search(state, 1)[0][0][0])
+        assert tokens_at(corpus, position + np.arange(3)).tolist() == text[-20:-17]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_harvests_of_two_models_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder has keys of one model: the second keeps its texts, and is told at its end."""
+    models = tiny_llama(0), tiny_llama(1)
+    first, second = (RetroDraft(model, budget=8, hot_start=False) for model in models)
+    with pytest.raises(ValueError, match=r"answers are in .*but not their keys.*another model"):
+        with second.harvest(tmp_path / "a"):
+            with first.harvest(tmp_path / "a"):
+                first.generate(random_prompt(8), **GREEDY)
+            second.generate(random_prompt(8), **GREEDY)
+    corpus = CorpusIndex.open(tmp_path / "a")
+    assert corpus.num_documents == 2 and len(open_dense(corpus, models[0])) == 38
+    RetroDraft(models[0], corpora=[corpus], dense=True)
+
+
+def test_a_harvest_over_what_another_leaves(tmp_path: Path) -> None:
+    """A killed first build's folder is begun anew; an index of another tokenizer takes no answers, and says so."""
+    rd = RetroDraft(tiny_llama(0), budget=8, hot_start=False)
+    (tmp_path / "killed").mkdir()
+    for name in (".lock", "names-0.058a3316bc8d734382d69b3a57b1b52f.bin"):
+        (tmp_path / "killed" / name).write_text("text")
+    with rd.harvest(tmp_path / "killed"):
+        rd.generate(random_prompt(8), **GREEDY)
+    assert CorpusIndex.open(tmp_path / "killed", check=True).num_documents == 1
+    with pytest.raises(IndexFormatError, match="only 97 ids"), rd.harvest(tmp_path / "replaced"):
+        rd.generate(random_prompt(8), **GREEDY)
+        CorpusIndex.build([[VOCAB + 5]], tmp_path / "replaced")
+    assert CorpusIndex.open(tmp_path / "replaced").num_documents == 1
+
+
 def test_cost_rule(answered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries beyond 2 % of a step stop, are tried again now and then, and come back when they are quick."""
     model, path, _ = answered
@@ -304,7 +359,9 @@ def test_command(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     facts = json.loads(done.stdout)
     assert facts["num_keys"] == facts["num_tokens"] == 330 and facts["bytes"] > 330 * 128
     kept = sorted(path.name for path in (index / "dense").iterdir())
-    assert "330 keys" in retrodraft_here(*command).stdout
+    done = retrodraft_here(*command)
+    assert "330 keys" in done.stdout and done.stderr == ""
+    assert "dense: 330 keys" in retrodraft_here("index", "info", index).stdout
     assert len(list((index / "dense").iterdir())) == len(kept)
 
     def interrupted(*arguments: Any) -> Any:
@@ -316,6 +373,15 @@ def test_command(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(list((index / "dense").iterdir())) == len(kept)
     assert retrodraft_here("index", "verify", index / "dense").returncode == 0
     assert retrodraft_here("index", "verify", index).returncode == 0
+    (keys,) = (index / "dense").glob("keys.*")
+    whole = keys.read_bytes()
+    keys.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    done = retrodraft_here("index", "verify", index)  # it looks at both stores
+    assert done.returncode == 1 and "checksum" in done.stdout and "dense" in done.stdout
+    keys.write_bytes(whole[:-1])
+    done = retrodraft_here("index", "info", index)
+    assert done.returncode == 0 and "330 tokens" in done.stdout and "dense: damaged" in done.stdout
+    keys.write_bytes(whole)
     help_text = " ".join(retrodraft_here("index", "dense", "build", "--help").stdout.split())
     assert "Example: retrodraft index dense build" in help_text
     assert "dense" in retrodraft_here("index", "--help").stdout

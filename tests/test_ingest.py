@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import socket
@@ -60,6 +61,7 @@ def test_bytes_of_all_kinds(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     report = IngestReport()
     found = texts_of([tmp_path], report)
+    assert report.num_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())  # skipped or not: for progress
     assert found["good.py"] == "x = 1\n" and found["bom.txt"] == "hello\n"
     assert found["crlf.txt"] == found["lf.txt"] == "a\nb\n"
     assert {"with space.txt", "\N{GRINNING FACE}.txt", "line\nend.txt"} <= set(found)
@@ -155,6 +157,10 @@ def test_gitignore_and_patterns(tmp_path: Path) -> None:
     kept = [".gitignore", "a.py", "src/.gitignore", "src/keep.log", "src/top.txt", "src/deep/f.py"]
     assert names(tmp_path) == kept
     assert names(tmp_path / "src") == [".gitignore", "keep.log", "top.txt", "deep/f.py"]  # rules above hold
+    for folder in (".hg", ".svn", "CVS", "__pycache__"):
+        (tmp_path / "src" / folder).mkdir()
+        (tmp_path / "src" / folder / "x.py").write_text("10")
+    assert not [name for name in names(tmp_path, gitignore=False) if name.endswith("x.py")]
     assert "build/c.py" in names(tmp_path, gitignore=False) and ".git/config" not in names(tmp_path, gitignore=False)
     assert names(tmp_path, include=["*.py"]) == ["a.py", "src/deep/f.py"]
     assert names(tmp_path, include=["*.py"], exclude=["deep/"]) == ["a.py"]
@@ -162,6 +168,39 @@ def test_gitignore_and_patterns(tmp_path: Path) -> None:
     assert len(find_files([tmp_path, tmp_path / "a.py", tmp_path / "src"], [])) == len(kept)  # each file once
     (tmp_path / ".gitignore").write_bytes(b"\xff\xfe[\n*.py\n")
     assert "a.py" not in names(tmp_path)
+
+
+def test_rules_of_a_linked_worktree(tmp_path: Path) -> None:
+    """Its .git is a file."""
+    write(tmp_path, _dot_gitignore="*.log\n", _dot_git="gitdir: elsewhere\n", src__a_dot_py="1", src__b_dot_log="2")
+    assert names(tmp_path / "src") == ["a.py"]
+
+
+def test_jsonl_lines_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a line is skipped to its end, however long, and counts as one."""
+    monkeypatch.setattr("retrodraft.index.ingest.MAX_LINE_BYTES", 20)
+    for length in (20, 21, 39, 40, 41, 500):
+        lines = [b'{"text": "one"}', b'{"text": "' + b"x" * (length - 12) + b'"}', b'{"text": "two"}']
+        report = IngestReport()
+        found = list(read_jsonl(io.BytesIO(b"\n".join(lines)), "f", report))
+        assert [text.text for text in found] == ["one", "two"] and found[1].name == "f:3"
+        assert [item.name for item in report.skipped] == ["f:2"]
+
+
+def test_long_texts_are_cut_behind_line_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that most tokens are those of the whole text: a piece ends with its line, or before a blank."""
+    monkeypatch.setattr("retrodraft.index.ingest.PIECE_CHARS", 50)
+    seen: list[str] = []
+
+    def tokenizer(text: str, **options: Any) -> dict[str, list[int]]:
+        seen.append(text)
+        return {"input_ids": [1]}
+
+    for text in ("a line\n" * 40, "some words " * 20):
+        seen.clear()
+        list(tokenize([Text("f", text)], tokenizer, IngestReport()))
+        assert "".join(seen) == text and len(seen) > 4
+        assert all(piece.endswith("\n") or following.startswith(" ") for piece, following in itertools.pairwise(seen))
 
 
 def test_jsonl_with_everything_wrong() -> None:

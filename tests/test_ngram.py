@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import threading
 from collections import Counter, defaultdict
@@ -110,6 +111,16 @@ def test_a_full_row_keeps_what_is_frequent() -> None:
     assert len(store.candidates([1])[1]) == 2
 
 
+def test_a_full_row_takes_a_merged_count_off_the_smallest() -> None:
+    """Counts are never too large: what a newcomer displaces is taken off it."""
+    store, other = NgramStore(max_order=1, width=2), NgramStore(max_order=1, width=2)
+    store.add([1, 2] * 30)
+    store.add([1, 3] * 4)
+    other.add([1, 4] * 10)
+    store.merge(other)
+    assert store.candidates([1]) == (1, [(2, 30), (4, 6)])
+
+
 def test_counts_saturate() -> None:
     store = NgramStore(max_order=1, width=2)
     store.add([1] * 200_000 + [2])
@@ -151,6 +162,11 @@ def test_files_of_something_else(tmp_path: Path) -> None:
     store.save(tmp_path / "s")
     manifest = tmp_path / "s" / "manifest.json"
     text = manifest.read_text()
+    matrix = json.loads(text)
+    matrix["files"]["hashes"]["shape"] = [0, 2]
+    manifest.write_text(json.dumps(matrix))
+    with pytest.raises(IndexFormatError, match="not those of an n-gram table"):
+        NgramStore.open(tmp_path / "s")
     for old, new in (('"width": 2', '"width": 3'), ('"slots": 64', '"slots": 63'), 
                      ('"max_order": 4', '"max_order": "4"'),
                      ('"hashes":', '"hash":')):  # fmt: skip

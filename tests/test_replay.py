@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from command import retrodraft, retrodraft_here
 from replayed import said, sentence, write
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from retrodraft.commands.replay import replay
 from retrodraft.models import load_tokenizer
 from retrodraft.replay.costs import EXAMPLE_CURVE, Costs, load_curve, shipped_curves
 from retrodraft.replay.opened import OpenedTexts, without_line_numbers
+from retrodraft.replay.report import _curve_table
 from retrodraft.replay.run import ABLATIONS, BASELINES, SYSTEMS, System, Tally, accepted_path, replay_logs
 from retrodraft.replay.tokens import Turn
 from retrodraft.tree import DraftTree
@@ -113,6 +115,26 @@ def test_what_each_session_sees() -> None:
     assert forwards("suffix")[0] >= 28 and forwards("suffix")[1] <= 8  # its global tree holds answers alone
 
 
+def test_new_texts_are_remembered_with_what_came_before() -> None:
+    """A second answer to a known prompt: that it followed the prompt decides where its first token alone does not."""
+    shared, first, second = list(range(100, 120)), list(range(60, 80)), [7, *range(20, 40)]
+    noise = [token for other in range(140, 190) for token in (7, other)]
+    asked = [[(shared, first), (shared, second)], [([1], noise)], [(shared, second)]]
+    assert played("session", *asked, nodes=24)[-1][0].num_forwards == 3  # the prompt's, and two over the answer
+
+
+def test_drafting_is_part_of_the_predicted_time() -> None:
+    """Next to forwards that cost nothing, it is all of it; forwards over some nodes count as the curve has them."""
+    text = list(range(40)) * 3
+    free = System("request", 200, Costs(CostCurve([256], [1, 64], [[1e-15, 1e-15]]), 8), Budget(8, None), 8, 1 << 20)
+    (tally,) = free.play([Turn(np.array(text, np.int32), np.array(text, np.int32))])
+    drafting = 1e-6 * sum(tally.draft_us)
+    assert drafting > 0 and tally.predicted_seconds == pytest.approx(drafting, rel=1e-3)
+    ((flat,),) = played("request", [(text, text)])
+    assert flat.predicted_seconds == pytest.approx(1e6 * flat.num_forwards, rel=1e-3)
+    assert flat.plain_seconds == pytest.approx(1e6 * len(text), rel=1e-6)
+
+
 def test_recycling_needs_logits(tmp_path: Path, tokenizer: Any) -> None:
     """Without logits it is plain decoding; with them it drafts, and so does retro's row of adjacency."""
     content = " ".join(sentence(i, 3) for i in range(8))
@@ -172,6 +194,8 @@ def test_costs_follow_the_curve() -> None:
     costs = Costs(curve, 8)
     assert costs.seconds(256)[:9].tolist() == pytest.approx([1, 1.5, 2, 3, 4, 5, 6, 7, 8])
     assert costs.seconds(1280)[0] == pytest.approx(3.0)
+    assert costs.seconds(2304)[0] == pytest.approx(5.0)  # longer contexts go on as the measured ones rise
+    assert costs.seconds(128)[0] == pytest.approx(1.0)  # shorter ones cost what the shortest does
     copied = list(range(100, 130))
     turns = [Turn(np.array(copied + [1, 2], np.int32), np.array(copied, np.int32))]
     linear = CostCurve([256], [1, 64], [[1e6, 64e6]])
@@ -196,6 +220,33 @@ def test_priced_trees_are_worth_their_nodes(tmp_path: Path, tokenizer: Any) -> N
     ]
     assert figures[1]["nodes_per_forward"] < 3 < figures[0]["nodes_per_forward"]
     assert figures[0]["predicted_speedup"] < 0.5 and figures[1]["predicted_speedup"] > 0.85
+
+
+def test_priced_trees_learn_what_a_forward_brings() -> None:
+    """On text that drafts well a forward brings many tokens, so a node has to bring more to be worth its time."""
+    budget = Budget(None, CostCurve([256], [1, 64], [[1.0, 2.0]]))
+    before = budget.prices(256, 8)[-1]
+    copied = np.arange(40, dtype=np.int32)
+    system = System("request", 200, Costs(CostCurve([256], [1, 64], [[1.0, 2.0]]), 8), budget, 8, 1 << 20)
+    for _ in range(8):
+        system.play([Turn(np.tile(copied, 2), np.tile(copied, 3))])
+    assert budget.prices(256, 8)[-1] > 1.5 * before
+
+
+def test_rates_of_groups_weigh_tokens() -> None:
+    """Tokens by forwards of all, as everywhere: not the mean of the turns' rates."""
+    point = {"num_requests": 1}
+    systems = {
+        "request": {
+            "by_turn": [
+                {**point, "turn": 3, "num_tokens": 10, "tokens_per_forward": 1.0},
+                {**point, "turn": 4, "num_tokens": 90, "tokens_per_forward": 3.0},
+            ],
+            "by_position": [], "first_attempts": None, "retries": None,
+        }
+    }  # fmt: skip
+    table = _curve_table("log", systems)
+    assert dict(zip(*(list(column.cells) for column in table.columns), strict=True))["turns 3-4"] == "2.500"
 
 
 def test_results_are_grouped(tmp_path: Path, tokenizer: Any) -> None:
@@ -284,7 +335,8 @@ def test_command(tmp_path: Path) -> None:
         (["--nodes", "-1"], "nodes must be auto or a whole number"),
         (["--profile", "nowhere.json"], "can't be read"),
         (["absent.jsonl"], "there is no log"),
-        (["-o", "{file}"], "output folder .* can't be written"),
+        (["-o", "{file}"], "output folder .* must be a folder, and is a file"),
+        (["-o", "{file}/deep"], "output folder .* can't be written"),
     ],
 )
 def test_command_refuses(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -293,6 +345,54 @@ def test_command_refuses(arguments: list[str], message: str, tmp_path: Path) -> 
     assert isinstance(done.exception, ValueError)
     with pytest.raises(ValueError, match=message):
         raise done.exception
+
+
+@pytest.mark.parametrize(
+    "line,message",
+    [
+        ('{"messages": [', "log.jsonl line 1: not JSON"),
+        ("", "log '{log}' holds no answers"),
+        ("\udcff", "log '{log}' is not UTF-8"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "log '{log}' holds no answers"),
+        ("[]", "log.jsonl line 1: expected an object"),
+        ("{}", "log.jsonl line 1: needs 'messages'"),
+    ],
+)
+def test_broken_logs_are_one_line(line: str, message: str, tmp_path: Path) -> None:
+    """Nothing of a progress bar above it, and nothing in the output folder."""
+    log = tmp_path / "log.jsonl"
+    log.write_text(line, errors="surrogateescape")
+    done = retrodraft_here("replay", log, "-o", tmp_path / "out")
+    assert done.returncode == 2 and done.stdout == "" and not list((tmp_path / "out").iterdir())
+    assert done.stderr.startswith("retrodraft: " + message.format(log=log)), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow  # the hub client tries again for a minute
+def test_a_name_that_no_hub_knows_is_one_line(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.jsonl", {"messages": [said("user", "x"), said("assistant", "y")]})
+    done = retrodraft("replay", str(log), "--tokenizer", "no/such-tokenizer", HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("retrodraft: tokenizer 'no/such-tokenizer' can't be loaded")
+
+
+def test_tables_have_room_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No head and no figure is cut, with all systems at once; systems that have no room stand in a further table."""
+    log = write(
+        tmp_path / "log.jsonl",
+        *({"messages": [said("user", sentence(0)), said("assistant", sentence(i))]} for i in range(2)),
+    )
+    systems = [*SYSTEMS[:11], "views:json_diff_removed"]
+    monkeypatch.setenv("COLUMNS", "80")
+    done = retrodraft_here("replay", log, "--systems", ",".join(systems), "--nodes", "8")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "…" not in done.stdout and max(map(len, lines)) <= 80
+    words = [word for line in lines for word in line.split()]
+    assert {"tokens/", "forward", "accepted", "length", "nodes", "p50", "p99", "speed-up"} <= set(words)
+    heads = [line.split() for line in lines if set(line.split()) <= set(systems) and line.split()]
+    assert [name for head in heads for name in head if len(head) > 1 or name == systems[-1]] == systems
+    assert len(lines[lines.index(next(line for line in lines if "first attempts" in line))].split()) > 3
 
 
 def test_no_torch_on_import() -> None:

@@ -117,6 +117,20 @@ def test_request_and_response_lines(tmp_path: Path) -> None:
     assert logs[0].requests[0].answer["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": 1}}
 
 
+def test_a_request_goes_on_with_what_it_repeats_most_of(tmp_path: Path) -> None:
+    """A question that was asked twice begins two trajectories; what follows the longer one belongs to it."""
+    asked = [said("user", "q"), said("assistant", "a"), said("user", "r"), said("assistant", "b"), said("user", "s")]
+
+    def line(count: int, answer: str) -> Any:
+        return {
+            "request": {"messages": asked[:count]},
+            "response": {"choices": [{"message": said("assistant", answer)}]},
+        }
+
+    log = write(tmp_path / "log.jsonl", line(1, "a"), line(3, "b"), line(1, "a"), line(5, "c"))
+    assert [[r.answer["content"] for r in each.requests] for each in read_log(log)] == [["a", "b", "c"], ["a"]]
+
+
 def test_prompts_are_the_template_s(tmp_path: Path, tokenizer: Any) -> None:
     """Prompts grow in place and are what the template gives; answers end their turn; tools speak as users."""
     messages = [said("system", "Be brief."), said("user", "hi  there"), said("assistant", "one\n"), said("tool", "{}")]

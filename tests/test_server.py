@@ -25,7 +25,7 @@ AUTH = {"Authorization": "Bearer alpha"}
 
 @pytest.fixture(scope="module")
 def rd(embedded: Any) -> RetroDraft:
-    wrapped = RetroDraft(*embedded)
+    wrapped = RetroDraft(*embedded, budget=8)
     warm_up(wrapped)
     return wrapped
 
@@ -272,6 +272,9 @@ CHAT = {"model": "embedded", "messages": ASK, "max_tokens": 1}
         ({**CHAT, "presence_penalty": 0.5}, 400, "presence_penalty is not supported: leave it at 0"),
         ({**CHAT, "response_format": {"type": "json_object"}}, 400, "ask for the format in the prompt"),
         ({**CHAT, "tools": [{"type": "function"}]}, 400, "tools[0] must be of type 'function'"),
+        ({**CHAT, "tools": [{"type": "function", "function": {"name": ["f"]}}]}, 400, "tools[0] must be of type"),
+        ({**CHAT, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, 400, "'chat_template' is none: leave it out"),
+        ({**CHAT, "chat_template_kwargs": {"tools": []}}, 400, "'tools' is none: leave it out"),
         ({**CHAT, "tool_choice": "required"}, 400, "tool_choice can be 'auto' or 'none'"),
         ({**CHAT, "n": 0}, 400, "n: "),
         ({**CHAT, "n": 10**9}, 400, "n: "),

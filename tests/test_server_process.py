@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
-from command import retrodraft
+from command import retrodraft_here
 from serving import TEXT, metric, serve, wait_until
 
 
@@ -56,16 +59,55 @@ def test_workspace_files_are_drafted_and_read_again(tiny_folder: Path, tmp_path:
     "arguments,message",
     [
         (("--workspace", "/no/such"), "workspace '/no/such' is not a folder"),
+        (("--workspace", "{tiny}/config.json"), "workspace '{tiny}/config.json' is not a folder"),
+        (("--store", "{tiny}/config.json"), "store '{tiny}/config.json' must be a folder, and is a file"),
+        (("--store", "/proc/retrodraft"), "store '/proc/retrodraft' can't be written"),
+        (("--store", "{tiny}/config.json/deep"), "store '{tiny}/config.json/deep' can't be written: Not a directory"),
+        (("--model", "/no/such"), "model '/no/such' can't be loaded: there is no such folder"),
+        (("--dtype", "int3"), "dtype must be one of"),
+        (("--threads", "100000"), "threads must be at most"),
+        (("--budget", "some"), "budget must be auto or"),
         (("--api-key-file", "/no/such"), "api-key-file '/no/such' can't be read"),
         (("--api-key", " "), "an API key must be ASCII text and not empty"),
         (("--chat-template", "/no/such"), "chat-template '/no/such' can't be read"),
         (("--log-level", "loud"), "log-level must be one of critical"),
         (("--port", "70000"), "Invalid value for '--port'"),
-        (("--host", "203.0.113.1", "--model", "{tiny}"), "203.0.113.1:8000 can't be listened on"),
+        (("--host", "203.0.113.1"), "203.0.113.1:8000 can't be listened on"),
         (("--max-context", "1000000", "--model", "{tiny}"), "max-context must be at most"),
     ],
 )
 def test_bad_options_are_one_line(arguments: tuple[str, ...], message: str, tiny_folder: Path) -> None:
-    done = retrodraft("serve", *[argument.format(tiny=tiny_folder) for argument in arguments])
+    """All but what the model itself decides is told before it is loaded, and most of it before torch is."""
+    done = retrodraft_here("serve", *[argument.format(tiny=tiny_folder) for argument in arguments])
     assert done.returncode == 2
+    message = message.format(tiny=tiny_folder)
     assert done.stderr.startswith("retrodraft: " + message) and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_mistakes_are_told_before_a_model_is_loaded(tiny_folder: Path, tmp_path: Path) -> None:
+    """An address that is taken too; the model here could not be loaded at all."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    (tmp_path / "model").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        early = [["--store", str(file)], ["--store", f"{file}/deep"], ["--workspace", str(file)], ["--dtype", "int3"]]
+        late = [["--port", port]]
+        code = "import sys\nfrom retrodraft.cli import main\n"
+        code += f"for sys.argv[1:] in {[['serve', '--model', str(tmp_path / 'model'), *each] for each in early]}:\n"
+        code += "    try:\n        main()\n    except SystemExit as end:\n"
+        code += "        assert end.code == 2 and not {'torch', 'transformers'} & set(sys.modules), sys.argv\n"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and len(done.stderr.splitlines()) == len(early), done.stderr
+        for each in late:
+            found = retrodraft_here("serve", "--model", str(tmp_path / "model"), *each)
+            assert found.returncode == 2
+            assert found.stderr == f"retrodraft: 127.0.0.1:{port} can't be listened on: Address already in use\n"
+
+
+def test_a_new_store_is_private(tmp_path: Path) -> None:
+    """Sessions hold what users said."""
+    store = tmp_path / "deep" / "store"
+    found = retrodraft_here("serve", "--store", store, "--model", "/no/such")
+    assert found.returncode == 2 and "no such folder" in found.stderr
+    assert store.stat().st_mode & 0o777 == 0o700 and not list(store.iterdir())

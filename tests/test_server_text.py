@@ -93,3 +93,14 @@ def test_templates_that_are_particular(embedded: Any) -> None:
         Prompts(embedded[1], template).render([{"role": "assistant", "content": "x"}], None, {})
     with pytest.raises(ApiError, match="has no chat template"):
         Prompts(byte_tokenizer()).render(messages, None, {})
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 // (messages | length - 1) }}", "{{ range(999999) }}", "{{ level + 1 }}", "{{ messages[5].a.b }}"],
+)
+def test_templates_that_fail_are_the_requests_fault(embedded: Any, template: str) -> None:
+    """Messages or variables that a template was not made for are refused; nothing of Python's gets out."""
+    with pytest.raises(ApiError, match="the model's chat template refuses the messages: ") as caught:
+        Prompts(embedded[1], template).chat([{"role": "user", "content": "x"}], None, {"level": "high"})
+    assert caught.value.status == 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny import copy_prompt, random_prompt, tiny, tiny_llama
 from transformers import GenerationConfig, StoppingCriteria
 
 from retrodraft import RetroDraft
+from retrodraft.compat import CACHE_ARG, CACHE_ARGS
 from retrodraft.sessions.prefix import common_prefix, rotary_switch
 from retrodraft.sessions.session import MAX_SAVED_TOKENS
 from retrodraft.workloads import render_prompt
@@ -198,9 +200,86 @@ def test_scores_come_and_the_cache_stays() -> None:
         assert torch.equal(found.sequences, expected.sequences)
         pairs = zip(found.scores, expected.scores, strict=True)
         assert max(float((a - b).nan_to_num().abs().max()) for a, b in pairs) < 1e-4
-        assert len(found.scores) == 10 and set(found) == {"sequences", "scores"}
+        assert len(found.scores) == 10 and set(found) == set(expected)
         ids = torch.cat([found.sequences, random_prompt(3)], 1)
     assert session.cached_tokens == 49
+
+
+def states(cache: Any) -> list[torch.Tensor]:
+    return [states.clone() for layer in cache.layers for states in (layer.keys, layer.values)]
+
+
+def forward(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Logits of the last token, fed alone into a cache."""
+    with torch.no_grad():
+        return model(input_ids=ids[:, -1:], **{CACHE_ARG: cache}).logits[0, -1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding", "gemma3", "gpt2", "deepseek_v3"])
+def test_the_returned_cache_is_the_callers(family: str) -> None:
+    """It is as plain generate's; what the caller does with it does not reach the session, nor the other way round."""
+    model = tiny(family)
+    session = drafting(model).session("agent")
+    options = dict(max_new_tokens=12, return_dict_in_generate=True, **GREEDY)
+    ids = copy_prompt(40)
+    expected, found = plain(model, ids, **options), turn(session, ids, **options)
+    cache, text = found[CACHE_ARG], found.sequences
+    assert torch.equal(text, expected.sequences) and cache.get_seq_length() == 51
+    pairs = zip(states(cache), states(expected[CACHE_ARG]), strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-5
+    held = states(cache)
+
+    edited = text.clone()
+    edited[0, 45] = 2 + (edited[0, 45] - 1) % 90
+    last = torch.cat([text[:, :50], edited[:, 45:46]], 1)  # differs where the cache ends
+    for prompt in (last, torch.cat([text, random_prompt(5)], 1), edited, ids, random_prompt(60, 3)):
+        assert torch.equal(turn(session, prompt, max_new_tokens=9, **GREEDY), plain(model, prompt, max_new_tokens=9))
+    assert all(torch.equal(a, b) for a, b in zip(states(cache), held, strict=True))
+    logits = forward(model, text, cache)
+    assert float((logits - forward(model, text, expected[CACHE_ARG])).abs().max()) < 1e-4
+
+    def crop(cache: Any) -> None:
+        for layer in cache.layers:
+            if not layer.is_sliding:
+                layer.crop(-20)
+
+    for spoil in (lambda c: forward(model, text, c), crop, lambda c: c.reset()):
+        given = turn(session, ids, **options)[CACHE_ARG]
+        spoil(given)
+        with fed(model) as lengths:
+            again = turn(session, text, **options)
+        assert lengths[0] == 1 and torch.equal(again.sequences, plain(model, text, max_new_tokens=12))
+
+
+def test_a_session_that_goes_on_copies_nothing() -> None:
+    """A returned cache is the session's own memory, which only an edit makes it leave."""
+    model = tiny_llama()
+    session = drafting(model).session("agent")
+    ids = copy_prompt(40)
+
+    def memory(cache: Any) -> int:
+        return cache.layers[0].keys.data_ptr()
+
+    found = turn(session, ids, max_new_tokens=9, return_dict_in_generate=True, **GREEDY)
+    first = memory(session._cache)
+    assert memory(found[CACHE_ARG]) == first
+    turn(session, torch.cat([found.sequences, random_prompt(5)], 1), max_new_tokens=9, **GREEDY)
+    assert memory(session._cache) == first and session.cached_tokens == 48
+    turn(session, ids, max_new_tokens=9, **GREEDY)
+    second = memory(session._cache)
+    assert second != first and session.cached_tokens == 39
+    turn(session, ids[:, :30], max_new_tokens=9, **GREEDY)
+    assert memory(session._cache) == second  # nobody holds this one
+
+
+def test_no_call_warns_of_a_cache_that_is_none() -> None:
+    session = drafting(tiny_llama()).session("agent")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in CACHE_ARGS:
+            for _ in range(2):
+                turn(session, copy_prompt(40), max_new_tokens=3, **GREEDY, **{name: None})
+    assert session.cached_tokens == 39
 
 
 class Streamed(list):  # type: ignore[type-arg]
@@ -278,6 +357,9 @@ def test_what_is_kept_to_be_saved_is_bounded() -> None:
     session._add_text(np.full(2 * MAX_SAVED_TOKENS, 3, np.int32))
     assert sum(map(len, session._texts)) == session._num_saved <= MAX_SAVED_TOKENS
     assert all(text.base is None for text in session._texts)  # no view that holds a whole conversation
+    for number in (1, 2, 3):
+        session._add_text(np.full(MAX_SAVED_TOKENS // 2, number, np.int32))
+    assert [int(text[0]) for text in session._texts] == [2, 3]  # the oldest go
 
 
 def run_threads(*functions: Any) -> None:
@@ -330,6 +412,9 @@ def test_names_and_arguments_are_checked() -> None:
     for name in ("", "x" * 201, None, 3):
         with pytest.raises(ValueError, match="name has 1 to 200 characters"):
             rd.session(name)  # type: ignore[arg-type]
+    for store in (5, "", __file__):
+        with pytest.raises(ValueError, match="store .*must be a folder"):
+            rd.session("a", store=store)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokenizer"):
         RetroDraft(model, budget=4).session("a")
     with pytest.raises(ValueError, match="retro"):
@@ -342,18 +427,68 @@ def test_names_and_arguments_are_checked() -> None:
     for wrong in ([[1, 2]], ids[0], ids.numpy()):
         with pytest.raises(ValueError, match="must be a tensor"):
             session.generate(input_ids=wrong)
-    with pytest.raises(ValueError, match="keeps the cache itself"):
-        session.generate(input_ids=ids, past_key_values=object())
+    for name in CACHE_ARGS:
+        with pytest.raises(ValueError, match=f"keeps the cache itself: leave {name} out"):
+            session.generate(input_ids=ids, **{name: object()})
     with pytest.raises(ValueError, match="no messages"):
         session.generate([])
-    with pytest.raises(ValueError, match="must be a dict"):
-        session.generate("hello")
     with pytest.raises(ValueError, match="no text"):
         session.generate([{"role": "user", "content": "half \ud800"}])
-    for text in ("\ud800", 5):
-        with pytest.raises(ValueError, match="no text|must be of type"):
-            session.observe(text)  # type: ignore[arg-type]
+    for wrong in ("\ud800", None, 5, b"text", ["a", "b"]):
+        with pytest.raises(ValueError, match="no text that can be|must be a text .str., got "):
+            session.observe(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no text that can be|must be a text .str., got "):
+            session.predict(wrong)  # type: ignore[arg-type]
+    for path in (None, 5, b"x.py", ""):
+        for method in (session.add_file, session.add_folder, session.remove_file):
+            with pytest.raises(ValueError, match="a path must be a text"):
+                method(path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="text of a file must be a text .str., got bytes: decode"):
+        session.add_file("x.py", b"x")  # type: ignore[arg-type]
     assert session.turns == 0 and rd.session("a") is session
+    assert not session.namespace.workspace.paths and session._prediction is None
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"messages": "hello"}, "messages must be a list of dicts .*'hello'"),
+        ({"messages": {"role": "user", "content": "x"}}, "messages must be a list of dicts"),
+        ({"messages": torch.ones(1, 3)}, "token ids go into input_ids="),
+        ({"messages": 5}, "messages must be a list"),
+        ({"messages": ["hello"]}, "message 0 must be a dict with a 'role'"),
+        ({"messages": [{"role": "user"}]}, "message 0 .user. needs a 'content' that is text; there is none"),
+        ({"messages": [{"role": "user", "content": None}]}, "needs a 'content' that is text; got NoneType"),
+        ({"messages": [{"role": "user", "content": b"x"}]}, "needs a 'content' that is text; got bytes"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 0 holds a part that is no text"),
+        ({"messages": [{"role": "user", "content": "x"}], "attention_mask": torch.ones(1, 3)}, "leave it out"),
+        ({"input_ids": torch.ones(1, 0).long()}, "must hold a token at least, got shape .1, 0."),
+        ({"input_ids": torch.ones(0, 3).long()}, "must hold a token at least"),
+        ({"input_ids": torch.ones(1, 3)}, "must be whole numbers .int64., got torch.float32"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": [[1, 1, 1]]}, "attention_mask must be .*got list"),
+        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 2)}, "mask must be .*got .1, 2."),
+    ],
+)
+def test_what_a_call_is_given_is_checked(arguments: dict[str, Any], message: str) -> None:
+    session = drafting(tiny_llama(), hot_start=False).session("a")
+    with pytest.raises(ValueError, match=message):
+        session.generate(**arguments, max_new_tokens=2)
+    assert session.turns == 0
+
+
+def test_contents_of_agents() -> None:
+    """An assistant that only calls tools says nothing, and parts of text are a text."""
+    session = drafting(tiny_llama()).session("a")
+    called = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    ask, result = {"role": "user", "content": "go"}, {"role": "tool", "content": "done"}
+    silent = [ask, {"role": "assistant", "content": "", "tool_calls": called}, result]
+    expected = session.generate(silent, max_new_tokens=5, **GREEDY)
+    for said in ({"content": None}, {}):
+        messages = [ask, {"role": "assistant", "tool_calls": called, **said}, result]
+        assert torch.equal(session.generate(messages, max_new_tokens=5, **GREEDY), expected)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "g"}, {"type": "text", "text": "o"}]}, *silent[1:]]
+    assert torch.equal(session.generate(parts, max_new_tokens=5, **GREEDY), expected)
+    assert called == [{"type": "function", "function": {"name": "f", "arguments": {}}}] and "content" in parts[0]
 
 
 def test_messages_and_odd_texts() -> None:

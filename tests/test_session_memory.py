@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tiny import VOCAB, random_prompt, tiny_llama
 from transformers import StoppingCriteria
 
 from retrodraft import RetroDraft
+from retrodraft.index import memory
 from retrodraft.index.storage import IndexFormatError
-from retrodraft.sessions.namespace import load_saved
+from retrodraft.retro import Calibration
+from retrodraft.sessions.namespace import Namespace, joined_texts, load_saved
 from retrodraft.sessions.saved import save_session
 
 
@@ -87,6 +90,21 @@ def test_files_are_followed(tmp_path: Path) -> None:
     assert ask(session, ids)["workspace"][1] > 10
     shutil.rmtree(tmp_path)
     assert ask(session, ids)["workspace"] == (0, 0)
+
+
+def test_a_removed_file_is_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where so much else is opened that a changed file's old text would stay for a while."""
+    monkeypatch.setattr(memory, "EXACT_TOKENS", 0)
+    model, ids = tiny_llama(), random_prompt(12)
+    text = answered(model, ids)
+    session = drafting(model).session("a")
+    session.add_file("large", "".join(chr(33 + i * i % 90) for i in range(4000)))
+    session.add_file("small", text)
+    assert ask(session, ids)["workspace"][1] > 10
+    session.add_file("small", "~" * 50)
+    assert len(session.namespace.memory._files) and ask(session, ids)["workspace"][1] > 10  # not worth a new start
+    session.remove_file("small")
+    assert ask(session, ids)["workspace"][1] == 0
 
 
 def test_a_prediction_serves_once() -> None:
@@ -230,6 +248,25 @@ def test_a_store_with_foreign_ids_is_refused(tmp_path: Path) -> None:
         assert load_saved(tmp_path, "default", "none", origin) is None
 
 
+def test_the_newest_sessions_are_loaded_and_the_newest_hit_rates_stay(tmp_path: Path) -> None:
+    """As many as the memory has room for; what the store holds beyond that is not read."""
+    rd = drafting(tiny_llama())
+    origin = rd.session("a")._origin
+    info = {"model_id": origin.model_id, "tokenizer_fingerprint": origin.fingerprint}
+    space = Namespace("n", rd.session("a").namespace.adjacency)
+    space.memory = memory.Memory(1 << 16)
+    texts = np.full(space.memory.max_tokens // 2 + 8, 5, np.int32)
+    for number in range(5):
+        counts = Calibration()
+        arrays = {"texts": joined_texts([texts]), "token_ids": texts[:1]}
+        arrays |= {"hits": counts.hits, "trials": counts.trials + number}
+        record = save_session(tmp_path, "n", f"s{number}", arrays, info)
+        os.utime(record.path / "manifest.json", (number, number))
+    space.load(tmp_path, "unsaved", origin, threading.Lock())
+    assert {name for _, name in space._known} == {"s3", "s4"}
+    assert np.array_equal(space.calibration.trials, Calibration().trials + 4)
+
+
 def test_the_store_may_vanish(tmp_path: Path) -> None:
     session = drafting(tiny_llama()).session("a", store=tmp_path / "s")
     session.observe("text")
@@ -243,10 +280,10 @@ def test_an_error_is_not_hidden_by_a_store_that_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rd = drafting(tiny_llama())
     with pytest.raises(KeyError, match="mine"), pytest.warns(UserWarning, match="could not be saved"):
-        with rd.session("a", store=tmp_path / "file"):
+        with rd.session("a", store=tmp_path / "file" / "deep"):
             raise KeyError("mine")
     with pytest.raises(OSError):
-        with rd.session("a", store=tmp_path / "file"):
+        with rd.session("a", store=tmp_path / "file" / "deep"):
             pass
     assert rd.session("a").turns == 0 and not rd.session("a").closed
 

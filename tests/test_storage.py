@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -11,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -105,11 +108,11 @@ def test_without_commit_nothing_changes(folder: Path) -> None:
 
 
 def test_truncation_of_each_file(folder: Path) -> None:
-    """O22: cut at 0, 1, half and n - 1 bytes: a named error, never an empty store."""
+    """O22: cut at 0, 1, half and n - 1 bytes, or a byte too long: a named error, never an empty store."""
     for path in sorted(path for path in folder.iterdir() if path.name != LOCK):
         whole = path.read_bytes()
-        for size in (0, 1, len(whole) // 2, len(whole) - 1):
-            path.write_bytes(whole[:size])
+        for size in (0, 1, len(whole) // 2, len(whole) - 1, len(whole) + 1):
+            path.write_bytes((whole + b"x")[:size])
             with pytest.raises(IndexFormatError):
                 open_store(folder, "test")
         path.write_bytes(whole)
@@ -317,6 +320,109 @@ def test_killed_writers(folder: Path) -> None:
     assert len(names) == 5 and names[0] == LOCK and names[4] == MANIFEST
 
 
+def killed_at_every_point(operation: Callable[[], object], check: Callable[[], object]) -> int:
+    """Let forked children die at each of the calls that touch the disk in turn, until one ends; how many died."""
+    for number in itertools.count():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside other threads
+            child = os.fork()
+        if child == 0:
+            left = [number]
+
+            def dying(function: Callable[..., object], left: list[int] = left) -> Callable[..., object]:
+                def call(*arguments: object, **options: object) -> object:
+                    left[0] -= 1
+                    return os._exit(9) if left[0] < 0 else function(*arguments, **options)
+
+                return call
+
+            try:
+                os.fsync = dying(lambda descriptor: None)  # type: ignore[assignment]
+                os.replace, os.unlink = dying(os.replace), dying(os.unlink)  # type: ignore[assignment]
+                Path.unlink = dying(Path.unlink)  # type: ignore[assignment, method-assign]
+                operation()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 9)
+        check()
+        if code == 0:
+            return number
+    raise AssertionError
+
+
+def test_corpora_survive_a_death_at_any_point(tmp_path: Path) -> None:
+    """O22: build, add, compact and merge, killed at each file that they write, name or remove: old or new."""
+    texts = {number: [[number, 1, 2, 3]] * 2 for number in range(9)}
+    CorpusIndex.build(texts[8], tmp_path / "warm").extend(texts[8])  # compiles before the forks
+
+    def held(name: str) -> list[list[int]]:
+        corpus = CorpusIndex.open(tmp_path / name, check=True)
+        assert corpus.find([1, 2]).count == corpus.num_documents
+        return [list(map(int, document.token_ids)) for document in corpus.documents()]
+
+    def one_of(name: str, *contents: list[list[int]]) -> None:
+        assert held(name) in contents
+
+    old, more = texts[0] + texts[1], texts[0] + texts[1] + texts[2]
+
+    def fresh() -> None:
+        CorpusIndex.build(texts[0], tmp_path / "a").extend(texts[1])
+
+    def nothing_or(content: list[list[int]]) -> None:
+        if (tmp_path / "new" / MANIFEST).exists():
+            one_of("new", content)
+        else:
+            with pytest.raises(IndexFormatError):
+                CorpusIndex.open(tmp_path / "new")
+
+    fresh()
+    corpus = CorpusIndex.open(tmp_path / "a")
+    deaths = [
+        killed_at_every_point(lambda: corpus.compact(), lambda: one_of("a", old)),
+        killed_at_every_point(lambda: CorpusIndex.build(texts[3], tmp_path / "new"), lambda: nothing_or(texts[3])),
+        killed_at_every_point(
+            lambda: CorpusIndex.merge([tmp_path / "a", tmp_path / "warm"], tmp_path / "new"),
+            lambda: one_of("new", texts[3], old + texts[8] * 2),
+        ),
+        killed_at_every_point(lambda: CorpusIndex.build(texts[3], tmp_path / "a"), lambda: one_of("a", old, texts[3])),
+    ]
+    fresh()
+    added: list[int] = []
+
+    def grown() -> None:
+        added.append(len(held("a")) - len(old))
+        assert added[-1] in (0, 2) and held("a") == (more if added[-1] else old)
+        if added[-1]:
+            fresh()
+
+    deaths.append(killed_at_every_point(lambda: CorpusIndex.open(tmp_path / "a").extend(texts[2]), grown))
+    assert min(deaths) >= 8 and {0, 2} == set(added)
+    CorpusIndex.build(texts[4], tmp_path / "a")
+    assert len(list((tmp_path / "a").glob("*.bin"))) == 6 and held("a") == texts[4]
+
+
+def test_adding_and_compacting_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O22: of everything that is added while others add and compact, nothing is lost, and nothing is in twice."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    CorpusIndex.build([[9, 9]], tmp_path / "a")
+
+    def work(number: int) -> None:
+        corpus = CorpusIndex.open(tmp_path / "a")
+        for step in range(6):
+            if number == 3:
+                corpus.compact()
+            else:
+                corpus.extend([[100 + 10 * number + step, 7]])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    corpus = CorpusIndex.open(tmp_path / "a", check=True)
+    firsts = sorted(int(document.token_ids[0]) for document in corpus.documents())
+    assert firsts == [9] + [100 + 10 * number + step for number in range(3) for step in range(6)]
+
+
 def test_four_writers_and_a_reader(folder: Path) -> None:
     """O22: nobody crashes, and the reader never sees a mixture."""
     children = [
@@ -363,5 +469,23 @@ def test_fingerprints() -> None:
     assert tokenizer_fingerprint(wrapped) == base
     others = {tokenizer_fingerprint(make([], "<end>")), tokenizer_fingerprint(make([("a", "b")], "<stop>"))}
     assert len(others | {base}) == 3
+    twin = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    plain = tokenizer_fingerprint(twin)
+    twin.add_special_tokens([AddedToken("b")])  # the vocabulary stays, the text "b" is never merged any more
+    assert tokenizer_fingerprint(twin) != plain
+
+    class Written:
+        """A tokenizer as another version writes it."""
+
+        def __init__(self, merges: list[object]) -> None:
+            self.state = json.dumps({"model": {"merges": merges}, "added_tokens": []})
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "b": 1, "ab": 2}
+
+        def to_str(self) -> str:
+            return self.state
+
+    assert tokenizer_fingerprint(Written(["a b"])) == tokenizer_fingerprint(Written([["a", "b"]])) == plain
     with pytest.raises(ValueError, match="int"):
         tokenizer_fingerprint(5)

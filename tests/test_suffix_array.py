@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -62,6 +65,22 @@ def test_order_of_regular_texts(text: list[int]) -> None:
     out = np.empty(len(text), np.int32)
     suffix_array(np.array(text, np.int32), out)
     assert out.tolist() == sorted_suffixes(text)
+
+
+def test_nothing_behind_the_text_is_read() -> None:
+    """Without compilation NumPy checks every index: all texts of up to seven tokens, of three kinds."""
+    code = """
+import itertools, numpy as np
+from retrodraft.kernels.suffix_sorting import suffix_array
+for size in range(8):
+    for text in itertools.product(range(3 if size < 7 else 2), repeat=size):
+        out = np.empty(size, np.int32)
+        suffix_array(np.array(text, np.int32), out)
+        assert out.tolist() == sorted(range(size), key=lambda start: text[start:]), text
+"""
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_order_of_a_larger_text_is_checked_in_linear_time() -> None:
@@ -130,11 +149,23 @@ def test_counts_of_many_occurrences_are_fair() -> None:
     rng = np.random.default_rng(0)
     text: list[int] = []
     for _ in range(20_000):
-        text += [int(rng.integers(10, 500)), 1, 2 if rng.random() < 0.7 else 3]
+        before = int(rng.integers(10, 500))
+        text += [before, 1, 2 if before >= 157 else 3]  # all 3 lie first in the order
     tokens, counts = np.empty(8, np.int32), np.empty(8, np.int32)
     length, total, found = kernel.corpus_candidates(*index_of(text), np.array([9, 1], np.int32), 2, tokens, counts)
     assert (length, total, found) == (1, 20_000, 2)
     assert tokens[:2].tolist() == [2, 3] and abs(counts[0] / total - 0.7) < 0.15
+
+
+def test_matches_are_bounded() -> None:
+    """However much agrees, MAX_MATCH tokens are looked at; two places that agree in so many are one match."""
+    text = list(range(100, 300))
+    arrays = index_of([1, *text, 2, *text, 3])
+    query = np.array(text, np.int32)
+    assert kernel.longest_match(*arrays, query, len(query))[0] == kernel.MAX_MATCH
+    length, left, right = kernel.longest_match(*arrays, query, len(query))
+    assert right - left == 2 and kernel.widen(*arrays, query, len(query), left, right)[0] == 0
+    assert kernel.longest_match(*arrays, query[: kernel.MAX_MATCH - 1], kernel.MAX_MATCH - 1)[0] == length - 1
 
 
 def test_contexts_outside_the_vocabulary_match_nothing() -> None:

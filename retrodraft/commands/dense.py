@@ -14,7 +14,7 @@ from retrodraft.commands.documents import disk_errors
 from retrodraft.options import check_model
 
 app = typer.Typer(
-    help="Find places in a corpus by the model's state, where no text matches. Needs FAISS.",
+    help="Find places in a corpus by a model's state. Needs FAISS.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 @app.callback()
 def dense() -> None:
-    """Find places in a corpus by the model's state, where no text matches. Needs FAISS."""
+    """Find places in a corpus by a model's state. Needs FAISS."""
 
 
 @app.command()
@@ -34,26 +34,27 @@ def build(
     limit: Annotated[int, typer.Option(min=0, help="About so many tokens, of documents at random; 0 takes all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run an index's documents through the model that will draft from it, and keep its hidden states as keys.
+    """Keep a model's hidden states along an index.
 
+    Its documents are run through the model that will draft from it; the states become the keys.
     About 150 bytes a token. They mean something to this model only. An earlier dense index is replaced at the end;
     documents that are added to the index later have no keys until it is built again.
 
     Example: retrodraft index dense build answers.index --model embedded --limit 1000000
     """
     check_model(model, dtype)
-    from retrodraft.index.corpus import CorpusIndex
+    from retrodraft.index.corpus import DENSE, CorpusIndex
 
     corpus = CorpusIndex.open(index)
     try:
         import retrodraft.index.dense  # noqa: F401  (FAISS)
     except ImportError as error:
         raise ValueError(str(error)) from error
-    from retrodraft.dense import FOLDER
     from retrodraft.harvest import build_dense
     from retrodraft.index.fingerprint import tokenizer_fingerprint
-    from retrodraft.models import load_model
+    from retrodraft.models import load_model, quiet_loading
 
+    quiet_loading()
     started = time.perf_counter()
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     corpus.check_tokenizer(tokenizer_fingerprint(tokenizer), loaded.get_input_embeddings().weight.shape[0])
@@ -65,7 +66,7 @@ def build(
             bar.update(task, completed=done, total=total, rate=f"{rate:,.0f} tokens/s")
 
         made = build_dense(corpus, loaded, limit, progress)
-    folder = corpus.path / FOLDER
+    folder = corpus.path / DENSE
     num_bytes = sum(path.stat().st_size for path in folder.iterdir())
     facts = {
         "path": str(folder), "num_keys": len(made), "num_tokens": corpus.num_tokens, "num_skipped": made.num_skipped,

@@ -84,7 +84,8 @@ def ingest(
             raise typer.Exit(1)
         if report.num_documents == 0:
             print_skipped(report)
-            raise ValueError(f"nothing to index in {', '.join(chosen.paths)}: no text was found")
+            of_role = f" of role {chosen.role!r}" if chosen.role else ""
+            raise ValueError(f"nothing to index in {', '.join(chosen.paths)}: no text{of_role} was found")
 
     with bar, disk_errors():
         yield documents()
@@ -134,5 +135,6 @@ def print_skipped(report: IngestReport) -> None:
     """Name what was not read; `!r` keeps names with line ends on one line."""
     for item in report.skipped[:LISTED]:
         typer.echo(f"skipped {item.name!r}: {item.reason}", err=True)
-    if len(report.skipped) > LISTED:
-        typer.echo(f"skipped {len(report.skipped) - LISTED} more; --json names all", err=True)
+    if report.skipped:
+        more = f", {LISTED} of them named here; --json names all" if len(report.skipped) > LISTED else ""
+        typer.echo(f"skipped {len(report.skipped)} in all{more}", err=True)

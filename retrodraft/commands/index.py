@@ -107,7 +107,9 @@ def add(
     max_memory: MaxMemory = "28G",
     as_json: Json = False,
 ) -> None:
-    """Add files to an index as a new shard. Options are those of build; --dedup compares the new files only.
+    """Add files to an index as a new shard.
+
+    Options are those of build; --dedup compares the new files only.
 
     Example: retrodraft index add my.index more/ --strict
     """
@@ -129,7 +131,9 @@ def merge(
     output: Output,
     as_json: Json = False,
 ) -> None:
-    """Join indexes into a new one, shard by shard; nothing is sorted anew.
+    """Join indexes into a new one.
+
+    Shards are copied, nothing is sorted anew; keys for dense drafting stay with the old indexes.
 
     Example: retrodraft index merge code.index docs.index -o all.index
     """
@@ -142,7 +146,9 @@ def merge(
 
 @app.command()
 def compact(index: Index, max_memory: MaxMemory = "28G", as_json: Json = False) -> None:
-    """Sort an index's shards into one, or as few as --max-memory allows: lookups search each shard.
+    """Sort an index's shards into one.
+
+    Or into as few as --max-memory allows. Look-ups search each shard, so few are quicker.
 
     Example: retrodraft index compact my.index
     """
@@ -175,7 +181,9 @@ def query(
     tokenizer: Tokenizer = None,
     as_json: Json = False,
 ) -> None:
-    """Look up the longest end of a text that occurs, what followed it, and in which documents.
+    """Look up a text's end: what followed it, and where.
+
+    The longest end that occurs is looked up. Documents are samples, spread evenly over the occurrences.
 
     Example: retrodraft index query my.index "for i in range("
     """
@@ -196,7 +204,8 @@ def query(
     continuations = corpus.continuations(interval, k) if interval.length else []
     places = corpus.occurrences(interval, documents) if interval.length else []
     result = {
-        "match_length": interval.length, "matched": loaded.decode(matched), "occurrences": interval.count,
+        "match_length": interval.length, "matched": loaded.decode(matched),
+        "occurrences": interval.count if interval.length else 0,
         "continuations": [
             {"token": token, "text": loaded.decode([token]), "count": count, "share": count / interval.count}
             for token, count in continuations
@@ -218,26 +227,31 @@ def query(
 
 @app.command()
 def verify(index: Index, as_json: Json = False) -> None:
-    """Compare every file of an index with its checksum. Exit code 1 if it is damaged.
+    """Compare every file with its checksum.
+
+    Keys for dense drafting are compared too. Exit code 1 if anything is damaged.
 
     Example: retrodraft index verify my.index
     """
-    from retrodraft.index.corpus import KIND, CorpusIndex
-    from retrodraft.index.storage import IndexFormatError, open_store
+    from retrodraft.index.corpus import DENSE, KIND, CorpusIndex
+    from retrodraft.index.storage import MANIFEST, IndexFormatError, open_store
 
     if not index.is_dir():
         raise ValueError(f"{index} is not a folder; an index is one")
     try:
-        store = open_store(index, None, check=True)
-        if store.kind == KIND:
-            CorpusIndex(store)  # compares the facts of the manifest with the arrays
+        stores = [open_store(index, None, check=True)]
+        if stores[0].kind == KIND:
+            CorpusIndex(stores[0])  # compares the facts of the manifest with the arrays
+        if (index / DENSE / MANIFEST).exists():
+            stores.append(open_store(index / DENSE, None, check=True))
     except IndexFormatError as error:
         typer.echo(json.dumps({"ok": False, "problem": str(error)}) if as_json else f"damaged: {error}")
         raise typer.Exit(1) from None
+    num_files, num_bytes = sum(len(store.entries) for store in stores), sum(store.nbytes for store in stores)
     if as_json:
-        typer.echo(json.dumps({"ok": True, "files": len(store.entries), "bytes": store.nbytes}))
+        typer.echo(json.dumps({"ok": True, "files": num_files, "bytes": num_bytes}))
     else:
-        typer.echo(f"{index}: {len(store.entries)} files, {store.nbytes:,} bytes, all as they were written")
+        typer.echo(f"{index}: {num_files} files, {num_bytes:,} bytes, all as they were written")
 
 
 @app.command(name="eval")
@@ -251,9 +265,10 @@ def evaluate_index(
     tokenizer: Tokenizer = None,
     as_json: Json = False,
 ) -> None:
-    """Replay texts as if a model wrote them: how often, and how far, drafts from the index alone would be right.
+    """Replay texts: how often drafts would be right.
 
-    Use texts that are not in the index.
+    They are replayed as if a model wrote them, and drafted from the index alone; no model is needed. Use texts that are
+    not in the index.
 
     Example: retrodraft index eval my.index --workload answers.jsonl --limit 100
     """
@@ -276,10 +291,10 @@ def evaluate_index(
         return
     print_skipped(report)
     typer.echo(
-        f"{result['num_documents']} documents, {result['num_positions']:,} tokens: the most frequent continuation was "
-        f"right {result['top_1_rate']:.1%} of the time, one of eight {result['top_8_rate']:.1%}; matches of "
-        f"{result['mean_match_length']:.1f} tokens on average.\nDrafts of up to {num_draft_tokens} tokens from the "
-        f"index alone: {result['tokens_per_forward']:.2f} tokens per forward."
+        f"{_counted(result['num_documents'], 'document')}, {result['num_positions']:,} tokens: the most frequent "
+        f"continuation was right {result['top_1_rate']:.1%} of the time, one of eight {result['top_8_rate']:.1%}; "
+        f"matches of {result['mean_match_length']:.1f} tokens on average.\nDrafts of up to {num_draft_tokens} tokens "
+        f"from the index alone: {result['tokens_per_forward']:.2f} tokens per forward."
     )
 
 
@@ -293,12 +308,27 @@ def _shard_tokens(max_memory: str) -> int:
     return min(int(num_bytes / BYTES_PER_TOKEN), MAX_SHARD_TOKENS)
 
 
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'s' * (number != 1)}"
+
+
 def _facts(corpus: CorpusIndex) -> dict[str, Any]:
+    from retrodraft.index.corpus import DENSE
+    from retrodraft.index.storage import MANIFEST, IndexFormatError, open_store
+
+    keys: dict[str, Any] | None = None
+    if (corpus.path / DENSE / MANIFEST).exists():
+        try:
+            store = open_store(corpus.path / DENSE, DENSE)
+            num_keys = len(store.arrays.get("positions", ()))
+            keys = {"num_keys": num_keys, "bytes": store.nbytes, "model": str(store.info.get("model_name", ""))}
+        except IndexFormatError as error:
+            keys = {"problem": str(error)}  # the rest can be used without them
     return {
         "path": str(corpus.path), "num_tokens": corpus.num_tokens, "num_documents": corpus.num_documents,
         "num_shards": len(corpus.arrays), "bytes": corpus.nbytes,
         "bytes_per_token": corpus.nbytes / max(corpus.num_tokens, 1), "tokenizer": corpus.info["tokenizer"],
-        "options": corpus.info.get("options", {}),
+        "options": corpus.info.get("options", {}), "dense": keys,
     }  # fmt: skip
 
 
@@ -309,13 +339,18 @@ def _print_info(corpus: CorpusIndex, as_json: bool) -> None:
         return
     tokenizer = facts["tokenizer"]
     typer.echo(
-        f"{facts['path']}: {facts['num_tokens']:,} tokens in {facts['num_documents']:,} documents, "
-        f"{facts['num_shards']} shard{'s' * (facts['num_shards'] != 1)}, {facts['bytes']:,} bytes "
+        f"{facts['path']}: {_counted(facts['num_tokens'], 'token')} in {_counted(facts['num_documents'], 'document')}, "
+        f"{_counted(facts['num_shards'], 'shard')}, {facts['bytes']:,} bytes "
         f"({facts['bytes_per_token']:.2f} a token)\ntokenizer {tokenizer.get('name', '?')!r}, "
         f"{tokenizer.get('vocab_size', '?')} tokens, fingerprint {tokenizer.get('fingerprint', '?')[:16]}"
     )
     given = {name: value for name, value in facts["options"].items() if value not in (None, [], False)}
     typer.echo(f"options {json.dumps(given)}")
+    keys = facts["dense"]
+    if keys and "problem" in keys:
+        typer.echo(f"dense: damaged: {keys['problem']}")
+    elif keys:
+        typer.echo(f"dense: {_counted(keys['num_keys'], 'key')} of model {keys['model']!r}, {keys['bytes']:,} bytes")
 
 
 def _print_built(corpus: CorpusIndex, report: IngestReport, as_json: bool) -> None:

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from retrodraft.commands.shared import make_folder
+
 DEFAULT_SYSTEMS = "prompt_lookup,suffix,request,session"
 
 
@@ -58,12 +60,13 @@ def replay(
         from retrodraft.plots import require_matplotlib
 
         require_matplotlib()
-        _make_folder(output)
+        make_folder(output, "output folder")
     from retrodraft.models import load_tokenizer
     from retrodraft.replay.report import print_replay, progress_bar
 
+    for library in ("transformers", "huggingface_hub"):  # texts longer than a model's window are no fault here
+        logging.getLogger(library).setLevel(logging.ERROR)
     loaded = load_tokenizer(tokenizer)
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # texts longer than a model's window are no fault here
     with progress_bar() as progress:
         results = replay_logs(logs, loaded, names, number, curve, limit, max_memory_mb << 20, progress)
     results["settings"] = {
@@ -106,14 +109,6 @@ def parse_nodes(text: str) -> int | None:
     if not text.isdecimal() or not 0 <= int(text) <= MAX_NODES:
         raise ValueError(f"nodes must be auto or a whole number from 0 to {MAX_NODES}; got {text!r}")
     return int(text)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json.partial").write_text("", encoding="utf-8")  # fails now rather than after the replay
-    except OSError as error:
-        raise ValueError(f"output folder {str(folder)!r} can't be written: {error.strerror or error}") from error
 
 
 def _write(results: dict[str, Any], folder: Path) -> None:

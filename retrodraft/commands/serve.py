@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
+from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, make_folder
+from retrodraft.options import check_model, check_threads, parse_budget
+
 INSTALL = "pip install 'retrodraft[server]'"
 LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 def serve(
-    model: Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")] = "embedded",
+    model: Model = "embedded",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is everywhere.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and prints it.")] = 8000,
     api_key: Annotated[
@@ -31,11 +34,11 @@ def serve(
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions in memory; the oldest go.")] = 64,
     grace_seconds: Annotated[int, typer.Option(min=0, help="For running requests, when told to stop.")] = 10,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
-    device: Annotated[str, typer.Option(help="As torch names it, for instance cpu or cuda:0.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")] = 0,
-    attn: Annotated[str | None, typer.Option(help="Attention: sdpa, eager, ...; default the model's.")] = None,
-    budget: Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto.")] = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    attn: Attn = None,
+    budget: Budget = "auto",
 ) -> None:
     """Serve the model over OpenAI's API; sessions keep their drafts and KV cache from request to request.
 
@@ -50,22 +53,29 @@ def serve(
     if any(not key.strip() or not key.isascii() for key in keys) or (api_key_file is not None and not keys):
         raise ValueError("an API key must be ASCII text and not empty")
     template = "\n".join(_lines(chat_template, "chat-template", all_lines=True)) if chat_template is not None else None
-    try:
-        from retrodraft.server.run import ServeOptions, run_server
-    except ImportError as error:
-        raise ValueError(f"the server needs a package: {error} ({INSTALL})") from error
+    workspace, store = (None if folder is None else folder.expanduser() for folder in (workspace, store))
     if workspace is not None and not workspace.is_dir():
         raise ValueError(f"workspace {str(workspace)!r} is not a folder")
+    if store is not None:
+        make_folder(store, "store", mode=0o700)
+    check_model(model, dtype)
+    check_threads(threads)
+    parse_budget(budget)
+    try:
+        from retrodraft.server.run import ServeOptions, listening, run_server
+    except ImportError as error:
+        raise ValueError(f"the server needs a package: {error} ({INSTALL})") from error
     from retrodraft.cli import _wrapped  # which imports this module
 
-    rd, _ = _wrapped(model, dtype, device, threads, attn, "retro", budget)
     options = ServeOptions(
         model=served_model_name or model, host=host, port=port, api_keys=[key.strip() for key in keys],
-        chat_template=template, workspace=workspace, store=store.expanduser() if store is not None else None,
-        max_context=max_context, max_body_bytes=max_body_bytes, max_queue=max_queue, max_sessions=max_sessions,
-        grace_seconds=grace_seconds, log_level=log_level,
+        chat_template=template, workspace=workspace, store=store, max_context=max_context,
+        max_body_bytes=max_body_bytes, max_queue=max_queue, max_sessions=max_sessions, grace_seconds=grace_seconds,
+        log_level=log_level,
     )  # fmt: skip
-    run_server(rd, options)
+    with listening(options) as listener:  # before the model is loaded: the address may be taken
+        rd, _ = _wrapped(model, dtype, device, threads, attn, "retro", budget)
+        run_server(rd, options, listener)
 
 
 def _lines(path: Path, option: str, all_lines: bool = False) -> list[str]:

@@ -42,7 +42,7 @@ def log_files(paths: Sequence[Path | str]) -> dict[str, Path]:
     found: dict[Path, None] = {}
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(path.rglob("*.jsonl"))
+            inside = sorted(each for each in path.rglob("*.jsonl") if each.is_file())
             if not inside:
                 raise ValueError(f"folder {str(path)!r} holds no .jsonl files")
             found.update(dict.fromkeys(inside))

@@ -8,24 +8,29 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Table
 
 from retrodraft.plots import axes_of_size
+from retrodraft.reports import slim_table
 
-COLUMNS = ("tokens/ forward", "accepted length", "nodes", "µs p50", "µs p99", "speed-up")
+COLUMNS = ("system", "tokens/forward", "accepted length", "nodes", "µs p50", "µs p99", "speed-up")
 LEGEND = (
     "Tokens per forward count the prompt's forward too; plain decoding is 1. Accepted length: tokens a draft brings, "
     "the target's own included. Nodes: drafted a forward. µs: drafting time of a step."
 )
 MAX_CATEGORIES = 8  # that get a table; all are in the JSON
+LABEL_WIDTH = len("first attempts") + 2
 TURN_BOUNDS = (1, 2, 3, 5, 9, 17, 33)  # first turns of the groups in the table
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on standard error; yields what `replay_logs` reports to."""
+    """A progress bar on standard error, if that is a terminal; yields what `replay_logs` reports to.
+
+    It goes away when the block is left, so that nothing stands above an error's line.
+    """
+    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -33,7 +38,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("replay", total=None)
         yield lambda name, done, total: bar.update(task, description=name, completed=done, total=total)
 
@@ -56,11 +61,12 @@ def print_replay(results: dict[str, Any]) -> None:
                 console.print(_table(f"{name}, {category}: {sizes[category]:,} tokens", cells))
             if len(sizes) > len(largest):
                 console.print(f"{len(sizes) - len(largest)} smaller categories are in the JSON.", highlight=False)
-        console.print(_curve_table(name, systems))
+        for fitting in _beside(systems, console.width):
+            console.print(_curve_table(name, fitting))
         console.print(_proposer_table(name, systems))
     if len(results["files"]) > 1:
         means = results["geometric_mean_tokens_per_forward"]
-        table = Table("system", "tokens/forward", title="geometric mean over the files")
+        table = slim_table("system", "tokens/forward", title="geometric mean over the files")
         for system, mean in means.items():
             table.add_row(system, f"{mean:.3f}")
         console.print(table)
@@ -69,7 +75,7 @@ def print_replay(results: dict[str, Any]) -> None:
 
 
 def _table(title: str, systems: dict[str, Any]) -> Table:
-    table = Table(Column("system", no_wrap=True), *COLUMNS, title=escape(title))
+    table = slim_table(*COLUMNS, title=title)
     for system, cell in systems.items():
         table.add_row(
             system, f"{cell['tokens_per_forward']:.3f}", f"{cell['mean_acceptance_length']:.2f}",
@@ -79,10 +85,23 @@ def _table(title: str, systems: dict[str, Any]) -> Table:
     return table
 
 
+def _beside(systems: dict[str, Any], width: int) -> Iterator[dict[str, Any]]:
+    """The systems in groups whose names have room beside each other."""
+    group: dict[str, Any] = {}
+    left = width - LABEL_WIDTH
+    for system, figures in systems.items():
+        needed = max(len(system), len("1.000")) + 2  # the gap between columns
+        if group and needed > left:
+            yield group
+            group, left = {}, width - LABEL_WIDTH
+        group[system] = figures
+        left -= needed
+    yield group
+
+
 def _curve_table(name: str, systems: dict[str, Any]) -> Table:
     """Tokens per forward by turn, by place in the file, and of retries."""
-    columns = [Column(system, overflow="fold") for system in systems]
-    table = Table(Column("", no_wrap=True), *columns, title=escape(f"{name}: tokens per forward"))
+    table = slim_table("", *systems, title=f"{name}: tokens per forward")
     points = [figures["by_turn"] for figures in systems.values()]
     last = max(point["turn"] for point in points[0])
     for first, after in zip(TURN_BOUNDS, (*TURN_BOUNDS[1:], last + 1), strict=True):
@@ -110,9 +129,7 @@ def _mean(points: list[dict[str, Any]]) -> str:
 
 
 def _proposer_table(name: str, systems: dict[str, Any]) -> Table:
-    table = Table(
-        "system", "proposer", "proposed", "accepted", "rate", title=escape(f"{name}: draft nodes by proposer")
-    )
+    table = slim_table("system", "proposer", "proposed", "accepted", "rate", title=f"{name}: draft nodes by proposer")
     for system, figures in systems.items():
         for proposer, counts in figures["proposers"].items():
             if counts["proposed"]:

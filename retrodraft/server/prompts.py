@@ -26,6 +26,9 @@ For each call return a JSON object with the function's name and arguments within
 {{{{"name": <function-name>, "arguments": <args-json-object>}}}}
 {CALL_CLOSE}"""
 
+# What a template raises on messages, or variables, that it was not made for.
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
 
 class Prompts:
     """A tokenizer of the server's own; safe to use from several threads."""
@@ -62,12 +65,12 @@ class Prompts:
             arguments["tools"] = tools
         try:
             return self._render(messages, arguments)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except REFUSALS as error:
             first = error
         arguments.pop("tools", None)
         try:  # some templates take no system message, want user and assistant in turn, or one call in a message
             return self._render(_in_turn(_tools_as_text(messages, tools if knows_tools else None)), arguments)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+        except REFUSALS:
             reason = str(first).splitlines()[0] if str(first) else type(first).__name__
             message = f"the model's chat template refuses the messages: {reason}"
             raise ApiError(400, message, param="messages") from first

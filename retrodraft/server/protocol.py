@@ -35,6 +35,13 @@ ADVICE = {
     "reasoning_effort": "send what the model's chat template knows in chat_template_kwargs",
 }
 
+# How messages are rendered is the server's affair; a template of a client's own could keep it busy for ever.
+RENDERING = {
+    "chat_template", "conversation", "messages", "tools", "tokenize", "add_generation_prompt", "continue_final_message",
+    "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "padding", "truncation",
+    "max_length", "processor_kwargs", "sanitize_control_tokens",
+}  # fmt: skip
+
 Text = Annotated[str, Field(max_length=1 << 26)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
@@ -172,10 +179,17 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, "top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
         for number, tool in enumerate(self.tools or []):
             function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+            name = function.get("name") if isinstance(function, dict) else None
+            if tool.get("type") != "function" or not isinstance(name, str) or not name:
                 raise ApiError(
                     400, f"tools[{number}] must be of type 'function' with a function.name", param=f"tools[{number}]"
                 )
+        for name in self.chat_template_kwargs or {}:
+            if name in RENDERING:
+                raise ApiError(
+                    400, f"chat_template_kwargs holds variables of the model's template, and {name!r} is none: "
+                    "leave it out", param="chat_template_kwargs",
+                )  # fmt: skip
         if self.tool_choice not in (None, "auto", "none"):
             raise ApiError(
                 400, "tool_choice can be 'auto' or 'none': the model can't be forced to call a tool, so ask for it in "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,26 +67,30 @@ def warm_up(rd: Any) -> None:
     rd.reset()
 
 
-def run_server(rd: Any, options: ServeOptions) -> None:
+@contextlib.contextmanager
+def listening(options: ServeOptions) -> Iterator[socket.socket]:
+    """A socket that holds the server's address. Raises ValueError if the address can't be had."""
+    with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((options.host, options.port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{options.host}:{options.port} can't be listened on: {reason}") from error
+        yield listener
+
+
+def run_server(rd: Any, options: ServeOptions, listener: socket.socket) -> None:
     """Serve until SIGTERM or SIGINT; then answer what runs, for `grace_seconds` at most, and save the sessions.
 
-    Raises ValueError if the address can't be had.
+    Raises ValueError for options that can't be.
     """
     app = build_app(rd, options)
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((options.host, options.port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{options.host}:{options.port} can't be listened on: {reason}") from error
     if options.host not in LOOPBACK and not options.api_keys:
         print("retrodraft: anybody who reaches this address can use the model: set --api-key", file=sys.stderr)
     warm_up(rd)
     disable_created_metrics()
-    host = f"[{options.host}]" if family == socket.AF_INET6 else options.host
+    host = f"[{options.host}]" if ":" in options.host else options.host
     print(
         f"retrodraft: {options.model} at http://{host}:{listener.getsockname()[1]}/v1", file=sys.stderr, flush=True
     )  # fmt: skip
@@ -94,10 +99,7 @@ def run_server(rd: Any, options: ServeOptions) -> None:
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)  # uvicorn raises the signal again when all is done; then it ends us not
-    try:
-        uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        listener.close()
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def _context(model: Any, wanted: int | None) -> int:

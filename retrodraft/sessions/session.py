@@ -25,6 +25,7 @@ from retrodraft.index.adjacency import AdjacencyRows
 from retrodraft.index.fingerprint import tokenizer_fingerprint
 from retrodraft.models import model_id
 from retrodraft.retro import RetroStrategy
+from retrodraft.sessions.messages import checked_ids, checked_messages, checked_path, checked_text
 from retrodraft.sessions.namespace import Namespace, Origin, joined_texts, load_saved
 from retrodraft.sessions.prefix import common_prefix, keeps_cache, rotary_switch
 from retrodraft.sessions.saved import MAX_NAME, SessionRecord, save_session
@@ -70,6 +71,7 @@ class Session:
         self._cache: DraftCache | None = None
         self._cached: Int32 = np.empty(0, np.int32)  # the tokens whose keys and values the cache holds
         self._cache_state: Any = None  # of the model that made them
+        self._num_lent = 0  # tokens, from the first on, whose keys and values a caller was given and may still hold
         self._copied = 0  # tokens of the running call whose keys and values another session of the namespace had
         self._prediction: Int32 | None = None
         self._lock = threading.RLock()
@@ -95,23 +97,30 @@ class Session:
             tools: as the chat template takes them.
             kwargs: of `model.generate`.
 
-        Returns what `model.generate` returns, but for the cache, which the session keeps to itself. Raises ValueError
-        if neither messages nor `input_ids` are given, and what `model.generate` raises.
+        Returns what `model.generate` returns. A returned cache may be gone on with: it shares the memory of the
+        session's own, and neither changes what the other holds. (The session copies its keys and values if it has to
+        write over what was returned: when the next prompt differs from this call's text before its end.)
+
+        Raises ValueError if neither messages nor `input_ids` are given or are something else, and if a cache is passed:
+        a session feeds on its own. Else what `model.generate` raises.
         """
         input_ids = kwargs.get("input_ids")
         if (messages is None) == (input_ids is None):
             raise ValueError("pass either messages (a list of dicts) or input_ids (as the tokenizer returns them)")
-        if any(kwargs.get(name) is not None for name in CACHE_ARGS):
-            raise ValueError("a session keeps the cache itself: leave it out, or call RetroDraft.generate")
+        for name in CACHE_ARGS:
+            if kwargs.pop(name, None) is not None:  # a None would meet the session's own under another name
+                raise ValueError(f"a session keeps the cache itself: leave {name} out, or call RetroDraft.generate")
         if messages is not None:
+            if kwargs.get("attention_mask") is not None:
+                raise ValueError("attention_mask goes with input_ids: leave it out where messages are passed")
             try:
-                token_ids = render_prompt(self._rd.tokenizer, list(messages), tools)
-            except TypeError as error:  # half a surrogate pair, or a content that the template takes for text
+                token_ids = render_prompt(self._rd.tokenizer, checked_messages(messages), tools)
+            except TypeError as error:  # half a surrogate pair
                 raise ValueError(f"the messages hold something that is no text: {error}") from error
             kwargs["input_ids"] = torch.tensor([token_ids], device=self._rd.model.device)
             kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
-        elif not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
-            raise ValueError("input_ids must be a tensor [batch_size, length], as the tokenizer returns it")
+        else:
+            checked_ids(input_ids, kwargs.get("attention_mask"))
         with self._lock:
             if self.closed:
                 raise ValueError(f"session {self.name!r} is closed: RetroDraft.session gives a new one")
@@ -127,34 +136,39 @@ class Session:
             output = self._decode(kwargs)
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             self._remember(sequences.cpu().to(torch.int32).numpy(), kwargs.get("attention_mask"), cache)
-            if isinstance(output, torch.Tensor) or not isinstance(output.get(CACHE_ARG), DraftCache):
-                return output
-            return type(output)(**{name: value for name, value in output.items() if name != CACHE_ARG})
+            if not isinstance(output, torch.Tensor) and isinstance(output.get(CACHE_ARG), DraftCache):
+                output[CACHE_ARG] = self._lend(output[CACHE_ARG])
+            return output
 
     def add_file(self, path: Path | str, text: str | None = None) -> None:
         """Draft from a file, in the forms that an agent writes it; `text` in place of what is on disk.
 
         A file on disk is read again when it changes. Raises ValueError if it can't be read, is binary or too long.
         """
-        self.namespace.workspace.add(str(path), text)
+        name = checked_path(path)
+        self.namespace.workspace.add(name, text if text is None else checked_text(text, "the text of a file"))
 
     def add_folder(self, path: Path | str) -> None:
         """`add_file` for every text file below a folder, as its .gitignore allows."""
-        self.namespace.workspace.add_folder(path)
+        self.namespace.workspace.add_folder(checked_path(path))
 
     def remove_file(self, path: Path | str) -> None:
         """Stop drafting from a file."""
-        self.namespace.workspace.remove(str(path))
+        self.namespace.workspace.remove(checked_path(path))
 
     def observe(self, text: str) -> None:
         """Draft from a text from now on, for instance a tool's output that will enter the prompt."""
         with self._lock:
-            self._add_text(np.array(self._tokenize(text), np.int32))
+            self._add_text(np.array(self._tokenize(checked_text(text, "what was observed")), np.int32))
 
     def predict(self, text: str) -> None:
-        """Draft the next call from an expected output (OpenAI's predicted outputs); the answer may differ anywhere."""
+        """Draft the next call from an expected output (OpenAI's predicted outputs); the answer may differ anywhere.
+
+        An empty text takes back what was predicted.
+        """
         with self._lock:
-            self._prediction = np.array(self._tokenize(text), np.int32) if text else None
+            ids = self._tokenize(checked_text(text, "a prediction"))
+            self._prediction = np.array(ids, np.int32) if ids else None
 
     def save(self) -> SessionRecord:
         """Write the session to its store, atomically; keys, values and files stay out. Raises ValueError without one.
@@ -279,11 +293,23 @@ class Session:
             if shared[other] < kept + COPIED_FROM:
                 break
             if (copied := other.copied_cache(prompt)) is not None:
-                self._copied = copied.lengths[0]
+                self._copied, self._num_lent = copied.lengths[0], 0
                 return copied
-        if self._cache is not None and kept > 0 and self._cache.rollback(kept):
-            return self._cache
+        if self._cache is not None and kept > 0:
+            if kept < self._num_lent:
+                _leave_buffers(self._cache)
+                self._num_lent = 0
+            if self._cache.rollback(kept):
+                return self._cache
+        self._num_lent = 0
         return DraftCache(DynamicCache(config=self._rd.model.config.get_text_config(decoder=True)), 1)
+
+    def _lend(self, cache: DraftCache) -> DynamicCache:
+        """What a call gives back of its cache: the same memory, which the session does not write over from now on."""
+        lent = LentCache(config=self._rd.model.config.get_text_config(decoder=True))
+        cache.export(lent, [0], cache.lengths[0])
+        self._num_lent = max(self._num_lent, cache.lengths[0])
+        return lent
 
     def _remember(self, sequences: Int32, mask: torch.Tensor | None, cache: DraftCache | None) -> None:
         """Take what a call brought: keys and values, the texts (each but what was known of it), the counts."""
@@ -350,8 +376,10 @@ class SessionTable:
         for what, text in (("session", name), ("namespace", namespace)):
             if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME:
                 raise ValueError(f"a {what}'s name has 1 to {MAX_NAME} characters, got {text!r}"[:300])
-        if not isinstance(store, str | Path | None):
+        if not isinstance(store, str | Path | None) or store == "":
             raise ValueError(f"store must be a folder, got {store!r}")
+        if store is not None and Path(store).expanduser().exists() and not Path(store).expanduser().is_dir():
+            raise ValueError(f"store {str(store)!r} must be a folder, and is a file")
         with self._lock:
             session = self._sessions.get((namespace, name))
             if session is None:
@@ -404,6 +432,25 @@ class SessionTable:
         """Take a closed session out; its texts stay in the namespace."""
         with self._lock:
             self._sessions.pop((session.namespace.name, session.name), None)
+
+
+class LentCache(DynamicCache):
+    """A cache over a session's memory. Whatever is done to it makes new tensors; but `reset` would write zeros."""
+
+    def reset(self) -> None:
+        """Empty the cache, in memory of its own."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        super().reset()
+
+
+def _leave_buffers(cache: DraftCache) -> None:
+    """Move a cache to memory of its own."""
+    with torch.inference_mode(False):  # as ordinary tensors, which are written to outside of it as well
+        for layer in cache.draft_layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
 def _fresh_rows(rd: RetroDraft) -> AdjacencyRows:
