@@ -14,7 +14,7 @@ from retrodraft.kernels.jit import borrowing_njit
 
 NUM_KINDS = 1 + NUM_SHARES
 RIGHT, EXPECTED = 0, 1
-DOUBT = 3.0  # expected tokens before which a record counts for little
+DOUBT = 2.0  # expected tokens before which a record counts for little
 FADING = 0.99  # of a record with each token
 
 

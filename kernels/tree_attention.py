@@ -69,13 +69,20 @@ def grouped_attention(
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
     if id(mask) not in layout.group_masks:
-        layout.group_masks[id(mask)] = mask.repeat(1, 1, group, 1)
+        layout.group_masks[id(mask)] = _additive(mask, query.dtype).repeat(1, 1, group, 1)
     output = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(batch_size, num_kv_heads, group * num_nodes, query.shape[-1]),
         key, value, attn_mask=layout.group_masks[id(mask)], scale=scale,
     )  # fmt: skip
     output = output.view(batch_size, num_heads, num_nodes, value.shape[-1])
     return output.transpose(1, 2).contiguous()
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as what is added to the scores; torch would convert a bool mask anew at every layer."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 class PrefixMask:

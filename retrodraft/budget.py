@@ -2,8 +2,9 @@
 
 The latency of a forward over n draft nodes is measured once for a model on its device, relative to plain decoding's
 one-token forward, and cached. A tree is worth its expected tokens; a node is priced at the tokens that its extra time
-would have yielded at the current rate (tokens per unit of time, learned while decoding). Maximising value minus price
-in every step maximises tokens per second over the run, and an empty tree is a legal answer.
+would have yielded at the current rate (tokens per unit of time, learned while decoding), less a little for what the
+target's logits at it teach. Maximising value minus price in every step maximises tokens per second over the run, and an
+empty tree is a legal answer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CONTEXT_STEP = 128  # prices are interpolated anew each time the context has gro
 MAX_NODES = TREE_SIZES[-1] - 1
 PADDING_GAIN = 0.95  # share of a forward's time below which a larger one replaces it
 RATE_DECAY = 0.97  # the rate remembers about the last 30 steps
-FIRST_RATE = 1.5  # tokens in the time of a plain forward, until it is known; plain decoding's is 1
+LESSON = 0.004  # tokens that a node is worth later, right or wrong: the target says what follows it
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,14 @@ class Budget:
 
     def reset(self) -> None:
         """Forget the learned rate."""
-        self._tokens, self._cost = FIRST_RATE * 8.0, 8.0
+        self._tokens = self._cost = 8.0  # the rate begins at plain decoding's one token a unit
 
     def prices(self, context_length: int, room: int) -> npt.NDArray[np.float64]:
-        """`prices[n]`: cost of n nodes in expected tokens, for up to `room` nodes."""
+        """`prices[n]`: cost of n nodes in expected tokens, less what they teach, for up to `room` nodes."""
         if self._fixed is not None or self._curve is None:
             return np.zeros(min(self._fixed or 0, room) + 1)
-        return (self._costs(context_length)[: room + 1] - 1.0) * (self._tokens / self._cost)
+        prices = (self._costs(context_length)[: room + 1] - 1.0) * (self._tokens / self._cost)
+        return np.asarray(prices - LESSON * np.arange(len(prices)))
 
     def forward_size(self, context_length: int, tokens: int) -> int:
         """How many tokens a forward over a tree of so many is best padded to."""

@@ -82,19 +82,19 @@ class DraftLayer(CacheLayerMixin):
             start, end = start - start % FIRST_GRAIN, end + -end % GRAIN
         return start, end
 
-    def commit(self, paths: list[list[int]], indices: list[torch.Tensor | None]) -> None:
-        """Keep of each row the nodes of its path; `indices[r]` (None where the path is 0, 1, 2 …) is it as a tensor."""
+    def commit(self, lengths: list[int], moves: list[list[tuple[int, int, int]]]) -> None:
+        """Keep so many more slots of each row, after `moves[r]`: (to, from, count) among the nodes of its tree."""
         if not self.is_initialized:
             return
         assert self.keys is not None and self.values is not None
-        for row, path in enumerate(paths):
-            index = indices[row]
-            if index is not None:
-                begin = self.lengths[row] - self.first
+        for row, length in enumerate(lengths):
+            begin = self.lengths[row] - self.first
+            for to, source, count in moves[row]:
                 for buffer in (self.keys, self.values):
-                    rows = buffer[row]
-                    rows[:, begin : begin + len(path)] = rows.index_select(1, index + begin)
-            self.lengths[row] += len(path)
+                    states = buffer[row, :, begin + source : begin + source + count]
+                    overlap = source < to + count
+                    buffer[row, :, begin + to : begin + to + count] = states.clone() if overlap else states
+            self.lengths[row] += length
         self._trim()
 
     def align(self, pads: list[int]) -> None:
@@ -227,10 +227,9 @@ class DraftCache(Cache):
 
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the nodes `paths[r]` (ascending, root first) of each row's last tree and forget the others."""
-        device = self.draft_layers[0].device
-        indices = [None if path == list(range(len(path))) else torch.tensor(path, device=device) for path in paths]
+        lengths, moves = [len(path) for path in paths], [moves_of(path) for path in paths]
         for layer in self.draft_layers:
-            layer.commit(paths, indices)
+            layer.commit(lengths, moves)
 
     def rollback(self, length: int) -> bool:
         """Forget all but the first `length` tokens; False, with an unusable cache, if a sliding window is past them."""
@@ -254,6 +253,19 @@ class DraftCache(Cache):
             target.keys, target.values = keys, values
             if hasattr(target, "cumulative_length"):
                 target.cumulative_length = total
+
+
+def moves_of(path: list[int]) -> list[tuple[int, int, int]]:
+    """(to, from, count) of each run of an ascending path that does not lie where it belongs; none of a spine's."""
+    moves: list[tuple[int, int, int]] = []
+    for to, source in enumerate(path):
+        if to == source:
+            continue
+        if moves and moves[-1][1] + moves[-1][2] == source:
+            moves[-1] = (moves[-1][0], moves[-1][1], moves[-1][2] + 1)
+        else:
+            moves.append((to, source, 1))
+    return moves
 
 
 def cached_length(cache: Cache) -> int:

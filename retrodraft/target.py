@@ -52,14 +52,14 @@ def _tree_mask(plain: Any) -> Any:
 
 
 def _tree_attention(plain: Any) -> Any:
-    """An attention function that behaves as `plain` where it is not about a tree and grouped query heads."""
+    """An attention function that behaves as `plain` where it is not about a tree."""
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None, **kwargs: Any
     ) -> Any:
         layout: TreeLayout | None = getattr(_local, "layout", None)
         if (
-            layout is None or attention_mask is None or attention_mask.shape[1] != 1 or query.shape[1] == key.shape[1]
+            layout is None or attention_mask is None or attention_mask.shape[1] != 1
             or query.shape[2] != layout.num_nodes or kwargs.get("dropout")
             or any(kwargs.get(name) is not None for name in _BEYOND_MASKS)
         ):  # fmt: skip

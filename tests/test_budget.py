@@ -12,6 +12,7 @@ import torch
 from tiny import tiny_llama
 
 from retrodraft.budget import (
+    LESSON,
     MAX_NODES,
     TREE_SIZES,
     Budget,
@@ -22,6 +23,7 @@ from retrodraft.budget import (
     store_cost_curve,
 )
 
+LESSONS = LESSON * np.arange(4)  # what nodes teach is taken off their prices
 CURVE = CostCurve([256, 1280], [1, 2, 4], [[1.0, 1.5, 2.5], [2.0, 4.0, 8.0]])
 
 
@@ -61,12 +63,12 @@ def test_a_fixed_number_of_nodes_is_free(fixed: int, room: int, nodes: int) -> N
 
 
 def test_prices_before_anything_is_learned() -> None:
-    """A usual text's rate: a node costs the tokens that would be made in its time, half as many again as plain's."""
+    """Plain decoding's rate: a node costs the tokens that plain decoding makes in its time, less what it teaches."""
     budget = Budget(None, CURVE)
-    assert np.allclose(budget.prices(256, 3), [0, 0.75, 1.5, 2.25])
-    assert np.allclose(budget.prices(256, 1), [0, 0.75])
+    assert np.allclose(budget.prices(256, 3), [0, 0.5, 1, 1.5] - LESSONS)
+    assert np.allclose(budget.prices(256, 1), [0, 0.5] - LESSONS[:2])
     assert budget.prices(256, 0).tolist() == [0] and len(budget.prices(256, 10**6)) == 4
-    assert np.allclose(budget.prices(1280, 3), [0, 1.5, 3, 4.5])
+    assert np.allclose(budget.prices(1280, 3), [0, 1, 2, 3] - LESSONS)
     assert np.allclose(budget.prices(1280 + 64, 3), budget.prices(1280, 3))  # anew every 128 tokens
     assert not np.allclose(budget.prices(1280 + 128, 3), budget.prices(1280, 3))
 
@@ -77,9 +79,9 @@ def test_prices_follow_the_rate(nodes: int, tokens: int, rate: float) -> None:
     budget = Budget(None, CURVE)
     for _ in range(300):
         budget.learn(256, nodes, tokens)
-    assert np.allclose(budget.prices(256, 3), rate * np.array([0, 0.5, 1, 1.5]), rtol=1e-3)
+    assert np.allclose(budget.prices(256, 3) + LESSONS, rate * np.array([0, 0.5, 1, 1.5]), rtol=1e-3)
     budget.reset()
-    assert np.allclose(budget.prices(256, 3), [0, 0.75, 1.5, 2.25])
+    assert np.allclose(budget.prices(256, 3) + LESSONS, [0, 0.5, 1, 1.5])
 
 
 def test_the_rate_forgets() -> None:

@@ -75,7 +75,7 @@ def test_slots_stay_in_their_blocks() -> None:
         width, offset = layer.get_mask_sizes(30)
         assert keys.shape[-2] == width and width % GRAIN == offset % FIRST_GRAIN == 0
         assert offset <= max(layer.lengths[0] - 99, 0) and layer.lengths[0] + 30 <= offset + width
-        layer.commit([list(range(30))], [None])
+        layer.commit([30], [[]])
         firsts.add(layer.first)
     assert len(firsts) > 2 and all(first % FIRST_GRAIN == 0 for first in firsts)
     assert layer.keys is not None and layer.keys.shape[-2] < 4 * FIRST_GRAIN

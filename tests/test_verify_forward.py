@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import random_prompt, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils, modeling_utils
 
 from retrodraft import RetroDraft
 from retrodraft.budget import TREE_SIZES, CostCurve, store_cost_curve
+from retrodraft.cache import DraftLayer, moves_of
 from retrodraft.capabilities import probe
 from retrodraft.kernels.tree_attention import TreeLayout, grouped_attention
 from retrodraft.target import tree_hooks
@@ -110,3 +113,21 @@ def test_padded_forwards_give_the_same_output(monkeypatch: pytest.MonkeyPatch, t
         handle.remove()
     assert rd.stats.num_accepted_tokens > 0
     assert 12 in sizes and not sizes & set(range(2, 12))  # 20 is the prompt
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_commit_keeps_the_path_and_nothing_else(taken: list[bool], committed: int) -> None:
+    """Runs of a path are moved in place; the oracle gathers the slots. Runs may overlap where they came from."""
+    path = [0, *(node + 1 for node, taken_too in enumerate(taken) if taken_too)]
+    layer = DraftLayer()
+    states = torch.arange(committed + len(taken) + 1.0)[None, None, :, None].expand(1, 2, -1, 3)
+    if committed:
+        layer.update(states[:, :, :committed], -states[:, :, :committed])
+    layer.staged = True
+    layer.update(states[:, :, committed:], -states[:, :, committed:])
+    layer.commit([len(path)], [moves_of(path)])
+    slots = [*range(committed), *(committed + node for node in path)]
+    assert layer.lengths == [len(slots)] and layer.keys is not None and layer.values is not None
+    assert torch.equal(layer.keys[:, :, : len(slots)], states[:, :, slots])
+    assert torch.equal(layer.values[:, :, : len(slots)], -states[:, :, slots])
