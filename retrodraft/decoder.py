@@ -34,7 +34,7 @@ from retrodraft.hidden_states import HeadStates
 from retrodraft.hot_start import hot_rows
 from retrodraft.index.memory import Memory
 from retrodraft.retro import RetroStrategy
-from retrodraft.sessions.session import SessionTable
+from retrodraft.sessions.table import SessionTable
 from retrodraft.stats import DecodingStats
 from retrodraft.strategies import make_strategy
 from retrodraft.strategy import StrategyRow

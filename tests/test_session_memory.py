@@ -58,7 +58,7 @@ def test_idle_namespaces_go_beyond_their_bytes(monkeypatch: pytest.MonkeyPatch) 
     one, two = rd.session("a", "one").namespace, rd.session("a", "two").namespace
     rd.session("a", "one").close()
     rd.session("a", "two").close()
-    monkeypatch.setattr("retrodraft.sessions.session.MAX_NAMESPACE_BYTES", 5 * one.nbytes // 2)
+    monkeypatch.setattr("retrodraft.sessions.table.MAX_NAMESPACE_BYTES", 5 * one.nbytes // 2)
     ask(rd.session("a", "three"), ids)
     assert rd.session("b", "two").namespace is two
     assert rd.session("b", "one").namespace is not one

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +20,11 @@ from transformers import DynamicCache
 
 from retrodraft.cache import DraftCache, cached_length
 from retrodraft.compat import CACHE_ARG, CACHE_ARGS
-from retrodraft.index.adjacency import AdjacencyRows
-from retrodraft.index.fingerprint import tokenizer_fingerprint
-from retrodraft.models import model_id
 from retrodraft.retro import RetroStrategy
 from retrodraft.sessions.messages import checked_ids, checked_messages, checked_path, checked_text
-from retrodraft.sessions.namespace import Namespace, Origin, joined_texts, load_saved
+from retrodraft.sessions.namespace import Namespace, joined_texts, load_saved
 from retrodraft.sessions.prefix import common_prefix, keeps_cache, rotary_switch
-from retrodraft.sessions.saved import MAX_NAME, SessionRecord, save_session
+from retrodraft.sessions.saved import SessionRecord, save_session
 from retrodraft.stats import DecodingStats
 from retrodraft.strategy import StrategyRow
 from retrodraft.tree import Int32
@@ -36,9 +32,9 @@ from retrodraft.workloads import render_prompt
 
 if TYPE_CHECKING:
     from retrodraft.decoder import RetroDraft
+    from retrodraft.sessions.table import SessionTable
 
 OVERLAP = 32  # tokens of a new text's context that are remembered with it
-MAX_NAMESPACE_BYTES = 2 << 30  # of all texts and rows; open sessions keep theirs
 MAX_SAVED_TOKENS = 1 << 20  # newest tokens of a session that are saved
 COPIED_FROM = 64  # so many more tokens of a prompt must another session's cache hold, to be copied
 
@@ -56,7 +52,7 @@ class Session:
     def __init__(self, rd: RetroDraft, table: SessionTable, namespace: Namespace, name: str, store: Path | str | None):
         if rd.tokenizer is None:
             raise ValueError("a session needs the tokenizer: RetroDraft(model, tokenizer)")
-        assert isinstance(rd.strategy, RetroStrategy)  # see `_fresh_rows`
+        assert isinstance(rd.strategy, RetroStrategy)  # see `sessions.table`
         self.name, self.namespace, self.store = name, namespace, store
         self.turns = 0
         self.stats = DecodingStats()  # of the last call
@@ -359,81 +355,6 @@ class Session:
             self._num_saved = sum(map(len, self._texts))
 
 
-class SessionTable:
-    """The sessions of one `RetroDraft`, and the byte budget of their keys and values."""
-
-    def __init__(self, max_kv_bytes: int) -> None:
-        if max_kv_bytes < 0:
-            raise ValueError(f"max_kv_bytes must not be negative, got {max_kv_bytes}")
-        self._max_kv_bytes = max_kv_bytes
-        self._origin: Origin | None = None
-        self._lock = threading.Lock()
-        self._namespaces: OrderedDict[str, Namespace] = OrderedDict()  # least recently used first
-        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # least recently used first
-
-    def session(self, rd: RetroDraft, name: str, namespace: str, store: Path | str | None) -> Session:
-        """The session of this name, made if there is none."""
-        for what, text in (("session", name), ("namespace", namespace)):
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_NAME:
-                raise ValueError(f"a {what}'s name has 1 to {MAX_NAME} characters, got {text!r}"[:300])
-        if not isinstance(store, str | Path | None) or store == "":
-            raise ValueError(f"store must be a folder, got {store!r}")
-        if store is not None and Path(store).expanduser().exists() and not Path(store).expanduser().is_dir():
-            raise ValueError(f"store {str(store)!r} must be a folder, and is a file")
-        with self._lock:
-            session = self._sessions.get((namespace, name))
-            if session is None:
-                space = self._namespaces.get(namespace) or Namespace(namespace, _fresh_rows(rd))
-                session = Session(rd, self, space, name, store)
-                self._namespaces[namespace] = space
-                self._sessions[namespace, name] = session
-                return session
-        if store is not None:
-            session.attach(store)
-        return session
-
-    def origin(self, rd: RetroDraft) -> Origin:
-        """What saved sessions have to fit; computed once, since a large vocabulary takes a while."""
-        if self._origin is None:
-            self._origin = Origin(model_id(rd.model), tokenizer_fingerprint(rd.tokenizer), rd.vocab_size)
-        return self._origin
-
-    def neighbours(self, session: Session) -> list[Session]:
-        """The other open sessions of a session's namespace."""
-        with self._lock:
-            sessions = list(self._sessions.values())
-        return [each for each in sessions if each is not session and each.namespace is session.namespace]
-
-    def used(self, session: Session) -> None:
-        """Note that a session's call ended; keys and values beyond the budget are dropped, oldest sessions first."""
-        with self._lock:
-            if not session.closed:
-                self._sessions.move_to_end((session.namespace.name, session.name))
-                self._namespaces.move_to_end(session.namespace.name)
-            sessions = list(self._sessions.values())
-            self._drop_namespaces()
-        total = sum(each.kv_bytes for each in sessions)
-        for each in sessions:
-            if total <= self._max_kv_bytes:
-                break
-            total -= each.kv_bytes
-            each.release()
-
-    def _drop_namespaces(self) -> None:
-        """Forget the least recently used namespaces without open sessions beyond MAX_NAMESPACE_BYTES."""
-        total = sum(space.nbytes for space in self._namespaces.values())
-        used = {namespace for namespace, _ in self._sessions}
-        for name in [name for name in self._namespaces if name not in used]:
-            if total <= MAX_NAMESPACE_BYTES:
-                break
-            total -= self._namespaces.pop(name).nbytes
-
-    def forget(self, session: Session) -> None:
-        """Take a closed session out; its texts stay in the namespace."""
-        with self._lock:
-            self._sessions.pop((session.namespace.name, session.name), None)
-
-
 class LentCache(DynamicCache):
     """A cache over a session's memory. Whatever is done to it makes new tensors; but `reset` would write zeros."""
 
@@ -451,12 +372,6 @@ def _leave_buffers(cache: DraftCache) -> None:
         for layer in cache.draft_layers:
             if layer.is_initialized:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-
-
-def _fresh_rows(rd: RetroDraft) -> AdjacencyRows:
-    if not isinstance(rd.strategy, RetroStrategy):
-        raise ValueError("sessions draft with strategy='retro'")
-    return rd.strategy.adjacency.fresh()
 
 
 def _unpadded(row: Int32, mask: torch.Tensor | None) -> Int32:
