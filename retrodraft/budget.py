@@ -28,8 +28,8 @@ from retrodraft.folders import cache_folder, keep
 from retrodraft.target import TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
 
-VERSION = 3  # of the measurement; stored curves of another one are not used
-TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens in the forward, the root included
+VERSION = 4  # of the measurement; stored curves of another one are not used
+TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)  # tokens in the forward, the root included
 CONTEXT_LENGTHS = (256, 2048)
 REPEATS = 5
 HARVEST_WIDTH = 8

@@ -19,6 +19,7 @@ from transformers import masking_utils
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
 from retrodraft.kernels import top_logits as kernel
+from retrodraft.kernels.few_rows import RANGES, Range, few_rows_linear, range_for
 from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, grouped_attention, tree_mask_function
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
@@ -27,7 +28,9 @@ HARVEST_CHUNK = 128  # prompt positions whose logits are held at once
 HARVEST_LIMIT = 2048  # newest prompt tokens whose logits are read at most
 HARVEST_SHARE = 1 / 16  # of the weights that decoding reads: what the output head may cost on the prompt
 
-_local = threading.local()  # .layout: the trees of the forward that this thread is in
+_local = (
+    threading.local()
+)  # .layout: the trees of the verify forward that this thread is in; .few_rows: for linear layers
 _hooks_lock = threading.Lock()
 _hooks_held = 0
 _plain: list[tuple[Any, str, Any]] = []  # what the hooks stand in for: registry, name, function
@@ -69,9 +72,28 @@ def _tree_attention(plain: Any) -> Any:
     return attend
 
 
+def _tree_linear(plain: Any) -> Any:
+    """A linear layer that behaves as `plain` but in verify forwards where another form is faster.
+
+    It is called hundreds of times a forward, so it looks at little; `verify` has looked at the rest.
+    """
+    parameter = torch.nn.Parameter
+
+    def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+        span: Range | None = getattr(_local, "few_rows", None)
+        if (
+            span is not None and input.dtype is span.dtype and weight.dtype is span.dtype
+            and type(weight) is parameter and weight.numel() >= span.min_weights
+        ):  # fmt: skip
+            return few_rows_linear(input, weight, bias)
+        return plain(input, weight, bias)
+
+    return linear
+
+
 @contextlib.contextmanager
 def tree_hooks() -> Iterator[None]:
-    """Let mask builders and attention see the thread's trees; nested and concurrent uses share one installation."""
+    """Let masks, attention and linear layers know of the thread's trees; nested and concurrent uses share one set."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # loaded with every model; slow to load alone
 
     global _hooks_held
@@ -84,6 +106,10 @@ def tree_hooks() -> Iterator[None]:
                 masks[name] = _tree_mask(masks[name])
             _plain.append((ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"]))
             ALL_ATTENTION_FUNCTIONS["sdpa"] = _tree_attention(ALL_ATTENTION_FUNCTIONS["sdpa"])
+            if RANGES:
+                functions = vars(torch.nn.functional)
+                _plain.append((functions, "linear", functions["linear"]))
+                functions["linear"] = _tree_linear(functions["linear"])
     try:
         yield
     finally:
@@ -161,11 +187,11 @@ class TargetModel:
         if self._takes_positions:
             kwargs["position_ids"] = positions
         cache.stage(aligned=aligned and layout is not None)
-        _local.layout = layout
+        _local.layout, _local.few_rows = layout, range_for(self.model.dtype, device, len(trees) * nodes)
         try:
             return self.model(**kwargs, **forward_kwargs, return_dict=True)
         finally:
-            _local.layout = None
+            _local.layout = _local.few_rows = None
             if layout is not None and layout.prefix_mask is not None:
                 layout.prefix_mask.clear(cache.lengths[0], nodes)
 

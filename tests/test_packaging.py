@@ -46,7 +46,7 @@ def test_arrows_point_one_way(room: str) -> None:
         for name in imports(path):
             allowed = any(name == prefix or name.startswith(prefix + ".") for prefix in MAY_IMPORT[room])
             assert allowed, f"{path.name} imports {name}"
-            assert "torch" not in name or path.name == "tree_attention.py"
+            assert "torch" not in name or path.name in ("few_rows.py", "tree_attention.py")
 
 
 def modules(room: str) -> list[Path]:

@@ -1,0 +1,109 @@
+"""Linear layers over few rows: the same products, where they pay, and nowhere else."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from exactness import check_equal, clear_prompt, plain
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny
+from torch.nn import functional
+
+from retrodraft import RetroDraft
+from retrodraft.kernels import few_rows
+from retrodraft.kernels.few_rows import Range, few_rows_linear, range_for
+from retrodraft.target import tree_hooks
+
+EVERYWHERE = {dtype: Range(dtype, 1, 64, 0) for dtype in (torch.float32, torch.bfloat16)}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 4), min_size=0, max_size=3),
+    sizes=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_it_is_linear(shape: list[int], sizes: tuple[int, int], dtype: torch.dtype, with_bias: bool, seed: int) -> None:
+    """Any leading dimensions; as near to the exact product as `linear` may be."""
+    generator = torch.Generator().manual_seed(seed)
+    in_features, out_features = sizes
+    x = torch.randn(*shape, in_features, generator=generator).to(dtype)
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    bias = 50 * torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
+    with torch.inference_mode():
+        output = few_rows_linear(x, weight, bias)
+    exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert output.dtype == dtype and output.shape == exact.shape and output.is_contiguous()
+    assert torch.allclose(output.double(), exact, rtol=torch.finfo(dtype).eps, atol=in_features * 1e-5)
+
+
+def test_a_view_of_other_strides() -> None:
+    """What attention gives to the output projection may be a transposed view."""
+    x = torch.randn(1, 48, 6).transpose(1, 2)
+    for dtype in EVERYWHERE:
+        weight = torch.randn(20, 48).to(dtype)
+        expected = functional.linear(x.to(dtype).contiguous().double(), weight.double())
+        assert torch.allclose(few_rows_linear(x.to(dtype), weight).double(), expected, rtol=0.02, atol=0.05)
+
+
+def test_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, for the dtypes and sizes that were measured, and not where a gradient or autocast is at work."""
+    monkeypatch.setattr(few_rows, "RANGES", {torch.bfloat16: Range(torch.bfloat16, 2, 24, 0)})
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        assert range_for(torch.bfloat16, cpu, 2) and range_for(torch.bfloat16, cpu, 24)
+        assert range_for(torch.bfloat16, cpu, 1) is range_for(torch.bfloat16, cpu, 25) is None
+        assert range_for(torch.bfloat16, torch.device("meta"), 8) is range_for(torch.float32, cpu, 8) is None
+        with torch.autocast("cpu"):
+            assert range_for(torch.bfloat16, cpu, 8) is None
+    assert range_for(torch.bfloat16, cpu, 8) is None  # a gradient may be asked for
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The form is used for every size; shapes of its inputs."""
+    found: list[tuple[int, ...]] = []
+
+    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        found.append(tuple(x.shape))
+        return few_rows_linear(x, weight, bias)
+
+    monkeypatch.setattr(few_rows, "RANGES", EVERYWHERE)
+    monkeypatch.setattr("retrodraft.target.RANGES", EVERYWHERE)
+    monkeypatch.setattr("retrodraft.target.few_rows_linear", counted)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mixtral", "gpt_neox", "llama4", "bloom"])
+def test_output_stays_that_of_plain_generate(family: str, calls: list[tuple[int, ...]]) -> None:
+    """With biases, tied heads, fused projections and experts, for all verify forwards and for those alone."""
+    model = tiny(family)
+    rd = RetroDraft(model, budget=9)
+    prompt = clear_prompt(model, 40)
+    reference = plain(model, prompt)
+    calls.clear()  # of the probe
+    check_equal(rd, prompt, reference)
+    assert calls and max(shape[-2] for shape in calls) <= 10
+    before = len(calls)
+    model(prompt)
+    assert len(calls) == before
+
+
+def test_other_threads_are_left_alone(calls: list[tuple[int, ...]]) -> None:
+    """The stand-in lets through what is no verify forward of its own thread, and goes when the hooks go."""
+    original = functional.linear
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    results: list[Any] = []
+    with tree_hooks():
+        assert functional.linear is not original
+        thread = threading.Thread(target=lambda: results.append(functional.linear(torch.ones(2, 3), weight)))
+        thread.start()
+        thread.join()
+        assert results[0].requires_grad and not calls
+    assert functional.linear is original
