@@ -317,7 +317,8 @@ def test_real_tokenizer() -> None:
     lines = text.splitlines(keepends=True)[200:230]
     workspace = Workspace()
     workspace.add("threading.py", text)
-    emitted = backend.encode("@@ -201,30 +201,30 @@\n" + "".join(f" {line}" for line in lines)).ids[20:]
+    emitted = backend.encode("@@ -201,30 +201,30 @@\n" + "".join(f" {line}" for line in lines)).ids
+    emitted = emitted[30:-2]  # at both ends a token may span the border
 
     def longest(streams: list[np.ndarray]) -> int:
         """Tokens at the end of the emission that one of the streams has in one piece."""
