@@ -65,7 +65,7 @@ def find_files(
         try:
             mode = path.stat().st_mode
         except OSError as error:
-            raise ValueError(f"{path} can't be read: {error.strerror or error}") from error
+            raise ValueError(f"{str(path)!r} can't be read: {error.strerror or error}") from error
         files = _walk(path, rules, skipped) if stat.S_ISDIR(mode) else [path]
         for file in files:
             try:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-import math
-import os
 import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, NoReturn
 
-import typer
+INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
 
-from retrodraft import __version__
-from retrodraft.commands import index, replay, serve, session
-from retrodraft.commands.documents import standard_input
-from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads
-from retrodraft.options import (
-    STRATEGY_NAMES,
-    check_corpora,
-    check_model,
-    check_strategy,
-    check_temperature,
-    check_threads,
-    parse_budget,
-)
+try:
+    import errno
+    import math
+    import os
+    import signal
+    import tempfile
+    from collections.abc import Sequence
+    from contextlib import suppress
+    from pathlib import Path
+    from typing import Annotated, Any, NoReturn
+
+    import typer
+
+    from retrodraft import __version__
+    from retrodraft.commands import index, replay, serve, session
+    from retrodraft.commands.documents import standard_input
+    from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads
+    from retrodraft.options import (
+        STRATEGY_NAMES,
+        check_corpora,
+        check_model,
+        check_strategy,
+        check_temperature,
+        check_threads,
+        parse_budget,
+    )
+except KeyboardInterrupt:  # most of a command's first moments; `main` is not there yet to catch it
+    sys.exit(INTERRUPTED)
 
 # Two OpenMP threads that spin on two cores stall each other as soon as anything else runs; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -32,7 +41,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 app = typer.Typer(
     help="Hugging Face causal language models generate faster, with the same output, without training.",
-    epilog="Exit codes: 0 done, 1 interrupted or outputs differ, 2 bad input (one line on standard error says what).",
+    epilog="Exit codes: 0 done, 1 outputs differ, 2 bad input (one line on standard error says what), 130 interrupted.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -261,22 +270,48 @@ def _wrapped(
 
 
 def main() -> None:
-    """Run the command line; bad input is one line on standard error and exit code 2."""
+    """Run the command line; bad input is one line on standard error and exit code 2, Ctrl-C is quiet and 130."""
     try:
         # typer itself would print the usage, three lines long, above the line that matters
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
-    except UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands named alone: the message is its help
-            typer.echo(error.format_message())
-            sys.exit(0)
-        _fail(error.format_message(), 2)
-    except ValueError as error:
-        _fail(str(error) or repr(error), 2)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 1)
-    sys.exit(code if code != 130 else 1)  # 130: how newer versions of typer report an interrupt
+        _stop()
+    except Exception as error:
+        if _caused_by_interrupt(error):
+            _stop()
+        if isinstance(error, UsageError):
+            if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands named alone: the message is its help
+                typer.echo(error.format_message())
+                sys.exit(0)
+            _fail(error.format_message(), 2)
+        if isinstance(error, ValueError):
+            _fail(str(error) or repr(error), 2)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _fail(f"{error.filename or 'standard output'}: {error.strerror}", 2)
+        raise
+    if code == INTERRUPTED:  # how newer versions of typer report it
+        _stop()
+    sys.exit(code)
+
+
+def _caused_by_interrupt(error: BaseException | None) -> bool:
+    """Whether it began as Ctrl-C: a class or a module that is interrupted in the making may raise something else."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _stop() -> NoReturn:
+    """End as Ctrl-C asks; pressed again it ends the process at once, not with errors of modules half taken down."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    typer.echo(f"retrodraft: {message.splitlines()[0]}", err=True)
+    with suppress(OSError):  # standard error may be full; the code says it too
+        typer.echo(f"retrodraft: {message.splitlines()[0]}", err=True)
     sys.exit(code)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 from filelock import FileLock
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,7 +49,7 @@ def load_model(
     """
     check_model(name, dtype)
     _check_device(device)
-    source = _source(name)
+    source = _source(name, "model")
     options: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # told apart below, with names
     options["trust_remote_code"] = False  # unset, transformers asks on standard input whether to run a model's code
@@ -83,7 +85,7 @@ def model_id(model: Any) -> str:
 
 def load_tokenizer(name: str = EMBEDDED) -> Any:
     """The tokenizer of a model; raises ValueError as `load_model` does."""
-    source = _source(name)
+    source = _source(name, "tokenizer")
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # see above
     except _LOAD_ERRORS as error:
@@ -98,11 +100,33 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r} can't be used: {_first_line(error)}") from error
 
 
-def _source(name: str) -> str:
+def _source(name: str, what: str) -> str:
+    """What transformers loads under a name; raises ValueError, which calls it a `what`, where that is out of reach."""
     check_model_name(name)
     if name == EMBEDDED:
         return str(embedded_folder())
-    return str(Path(name).expanduser()) if name.startswith("~") else name
+    source = str(Path(name).expanduser()) if name.startswith("~") else name
+    if not Path(source).is_dir():
+        _check_hub(name, what)
+    return source
+
+
+def _check_hub(name: str, what: str) -> None:
+    """Ask the hub once for what is not in its cache; raises ValueError if it does not answer at all.
+
+    Left alone, the hub's client would try for two minutes, with a warning each time.
+    """
+    try:
+        if any(try_to_load_from_cache(name, file) is not None for file in ("config.json", "tokenizer_config.json")):
+            return
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (HfHubHTTPError, ValueError):  # an answer, if only that there is no such model; or no name at all
+        return
+    except Exception as error:  # of the client's transport, whose classes differ between versions
+        raise ValueError(
+            f"{what} {name!r} can't be loaded: no folder here has this name, and the hub can't be reached: "
+            f"{_first_line(error)}"
+        ) from error
 
 
 def embedded_folder() -> Path:

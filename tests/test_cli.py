@@ -138,3 +138,48 @@ def test_profile_writes_the_curve(tiny_folder: Path, tmp_path: Path, monkeypatch
     assert picture.read_bytes().startswith(b"\x89PNG") and "64" in done.stdout
     assert len(list((tmp_path / "c").glob("cost-*.json"))) == len(list((tmp_path / "c").glob("rows-*.npz"))) == 1
     assert load_curve(str(picture.with_suffix(".json")))[0].tree_sizes[-1] == 64
+
+
+@pytest.mark.parametrize("module", ["typer", "retrodraft.commands.session", "retrodraft.sessions.saved", "numpy"])
+def test_ctrl_c_while_a_command_starts(module: str) -> None:
+    """A real SIGINT at the import of a module: the first are imported with the command line, the last by a command."""
+    code = f"""
+import os, signal, sys
+class Interrupter:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupter())
+sys.argv = ["retrodraft", "session", "list"]
+from retrodraft.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_that_became_another_error() -> None:
+    """As where it comes while a library makes a class: Python raises RuntimeError, with the interrupt as its cause."""
+    code = """
+import retrodraft.cli as cli
+class Part:
+    def __set_name__(self, owner, name):
+        raise KeyboardInterrupt
+@cli.app.command()
+def whole():
+    type("Whole", (), {"part": Part()})
+cli.sys.argv = ["retrodraft", "whole"]
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_full_disk_behind_the_output() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "retrodraft", "session", "list"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+        assert (done.returncode, done.stderr) == (2, "retrodraft: standard output: No space left on device\n")
+        done = subprocess.run([sys.executable, "-m", "retrodraft", "fly"], stdout=full, stderr=full)
+        assert done.returncode == 2

@@ -7,9 +7,12 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +348,30 @@ def test_killed_builds(built: Path, tokenizer: Path, tmp_path: Path) -> None:
     assert result_of("build", tmp_path / "big.txt", "--tokenizer", tokenizer, "-o", built)["num_shards"] == 1
     assert len(list(built.iterdir())) == 8
     shutil.rmtree(tmp_path / "new", ignore_errors=True)
+
+
+def test_a_tokenizer_that_is_out_of_reach(sources: Path, tmp_path: Path) -> None:
+    """The hub is asked once, not for two minutes: one line. The address here is one that hangs up."""
+    asked = 0
+
+    def hang_up() -> None:
+        nonlocal asked
+        with suppress(OSError):  # the listener was closed
+            while True:
+                connection, _ = listener.accept()
+                asked += 1
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        done = retrodraft("index", "build", str(sources), "-o", str(tmp_path / "x"), "--tokenizer", "no/such", **hub)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    assert done.returncode == 2 and 1 <= asked <= 2  # a connection that was lost is opened again
+    start = (
+        "retrodraft: tokenizer 'no/such' can't be loaded: no folder here has this name, and the hub can't be reached"
+    )
+    assert done.stderr.startswith(start) and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "x").exists()

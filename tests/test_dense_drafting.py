@@ -369,7 +369,7 @@ def test_command(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(harvest, "last_hidden_states", interrupted)
-        assert retrodraft_here(*command).returncode == 1
+        assert retrodraft_here(*command).returncode == 130
     assert len(list((index / "dense").iterdir())) == len(kept)
     assert retrodraft_here("index", "verify", index / "dense").returncode == 0
     assert retrodraft_here("index", "verify", index).returncode == 0

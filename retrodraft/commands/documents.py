@@ -14,7 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from retrodraft.index.corpus import CorpusIndex, Document
-    from retrodraft.index.files import FoundFile
+    from retrodraft.index.files import FoundFile, Skipped
     from retrodraft.index.ingest import IngestReport
 
 LISTED = 20  # skipped files that are named on the terminal; --json names all
@@ -40,9 +40,10 @@ def find(chosen: Selection) -> tuple[list[FoundFile], IngestReport]:
 
     report = IngestReport()
     paths = [path for path in chosen.paths if path != "-"]
-    files = find_files(
-        paths, report.skipped, include=chosen.include, exclude=chosen.exclude, gitignore=chosen.gitignore
-    )  # fmt: skip
+    with disk_errors("the current folder"):  # which may be gone
+        files = find_files(
+            paths, report.skipped, include=chosen.include, exclude=chosen.exclude, gitignore=chosen.gitignore
+        )  # fmt: skip
     return files, report
 
 
@@ -80,10 +81,10 @@ def ingest(
             yield document
         bar.update(task, description="sorting", completed=report.num_bytes)
         if strict and report.skipped:
-            print_skipped(report)
+            print_skipped(report.skipped)
             raise typer.Exit(1)
         if report.num_documents == 0:
-            print_skipped(report)
+            print_skipped(report.skipped)
             of_role = f" of role {chosen.role!r}" if chosen.role else ""
             raise ValueError(f"nothing to index in {', '.join(chosen.paths)}: no text{of_role} was found")
 
@@ -99,12 +100,12 @@ def standard_input() -> BinaryIO:
 
 
 @contextmanager
-def disk_errors() -> Iterator[None]:
-    """A full or read-only disk is one line, not a traceback."""
+def disk_errors(unnamed: str = "the index") -> Iterator[None]:
+    """A full or read-only disk is one line, not a traceback; `unnamed` is what errors without a file name are about."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{error.filename or 'the index'}: {error.strerror or error}") from error
+        raise ValueError(f"{error.filename or unnamed}: {error.strerror or error}") from error
 
 
 def named_tokenizer(name: str, workers: int) -> tuple[Any, dict[str, Any]]:
@@ -131,10 +132,10 @@ def index_tokenizer(corpus: CorpusIndex, name: str | None, workers: int) -> Any:
     return loaded
 
 
-def print_skipped(report: IngestReport) -> None:
+def print_skipped(skipped: Sequence[Skipped]) -> None:
     """Name what was not read; `!r` keeps names with line ends on one line."""
-    for item in report.skipped[:LISTED]:
+    for item in skipped[:LISTED]:
         typer.echo(f"skipped {item.name!r}: {item.reason}", err=True)
-    if report.skipped:
-        more = f", {LISTED} of them named here; --json names all" if len(report.skipped) > LISTED else ""
-        typer.echo(f"skipped {len(report.skipped)} in all{more}", err=True)
+    if skipped:
+        more = f", {LISTED} of them named here; --json names all" if len(skipped) > LISTED else ""
+        typer.echo(f"skipped {len(skipped)} in all{more}", err=True)

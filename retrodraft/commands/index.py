@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Corpora on disk that drafts are taken from: code, documents, logs of earlier answers.",
-    epilog="Exit codes: 0 done; 1 damaged index (verify), files skipped under --strict, or interrupted; 2 bad input, "
-    "nothing to index, or a folder that can't be written. A build that fails leaves what was there before.",
+    epilog="Exit codes: 0 done; 1 damaged index (verify), or files skipped under --strict; 2 bad input, nothing "
+    "to index, or a folder that can't be written; 130 interrupted. A build that fails leaves what was there before.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -49,7 +49,7 @@ Field = Annotated[str | None, typer.Option(help="Of records, only this text fiel
 Role = Annotated[str | None, typer.Option(help="Of records with messages, only those of this role.")]
 Dedup = Annotated[bool, typer.Option("--dedup", help="Leave out documents that were read already.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail, and write nothing, if anything is skipped.")]
-Workers = Annotated[int, typer.Option(min=0, help="Tokenising threads; 0 takes all cores.")]
+Workers = Annotated[int, typer.Option(min=0, max=1024, help="Tokenising threads; 0 takes all cores.")]
 MaxMemory = Annotated[str, typer.Option(help="For sorting, for instance 500M or 8G; more tokens make more shards.")]
 
 
@@ -289,7 +289,7 @@ def evaluate_index(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    print_skipped(report)
+    print_skipped(report.skipped)
     typer.echo(
         f"{_counted(result['num_documents'], 'document')}, {result['num_positions']:,} tokens: the most frequent "
         f"continuation was right {result['top_1_rate']:.1%} of the time, one of eight {result['top_8_rate']:.1%}; "
@@ -359,7 +359,7 @@ def _print_built(corpus: CorpusIndex, report: IngestReport, as_json: bool) -> No
         facts = {**_facts(corpus), "skipped": skipped, "num_duplicates": report.num_duplicates}
         typer.echo(json.dumps(facts))
         return
-    print_skipped(report)
+    print_skipped(report.skipped)
     if report.num_duplicates:
         typer.echo(f"left out {report.num_duplicates} repeated documents", err=True)
     _print_info(corpus, False)

@@ -1,23 +1,26 @@
-"""`retrodraft session`: list, show, prune and remove saved sessions."""
+"""`retrodraft session`: list, show, prune and remove saved sessions; `session_files.py` speaks to a running server."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from retrodraft.commands.documents import disk_errors
+from retrodraft.commands.session_files import Json, add, drop, short
+
 if TYPE_CHECKING:
     from retrodraft.sessions.saved import SessionRecord
 
+
 app = typer.Typer(
-    help="Sessions that were saved: what a conversation has taught the drafts.",
-    epilog="Exit codes: 0 done; 2 bad input, no such session, a damaged one, or a folder that can't be written.",
+    help="Sessions: those that were saved, and the files that those of a running server draft from.",
+    epilog="Exit codes: 0 done; 2 bad input, no such session, a damaged one, a folder that can't be written, or no "
+    "server, or one that refuses.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -25,7 +28,6 @@ app = typer.Typer(
 Store = Annotated[Path | None, typer.Option("--store", help="Folder of the sessions; default in the cache folder.")]
 Name = Annotated[str, typer.Argument(help="Name of the session.")]
 Namespace = Annotated[str, typer.Option("--namespace", help="Where the session belongs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(name="list")
@@ -74,7 +76,7 @@ def show(name: Name, namespace: Namespace = "default", store: Store = None, as_j
     )
     for key, value in saved.info["info"].items():
         if key not in ("model_id", "turns"):
-            typer.echo(_short(f"{json.dumps(key)[1:-1]}: {json.dumps(value)}"))
+            typer.echo(short(f"{json.dumps(key)[1:-1]}: {json.dumps(value)}"))
     for key, facts in arrays.items():
         typer.echo(f"{key}: {facts['dtype']} {facts['shape']}, {facts['bytes']:,} bytes")
 
@@ -94,7 +96,7 @@ def prune(
 
     if max_size is None and max_age_days is None:
         raise ValueError("say what to keep: --max-size, --max-age-days, or both")
-    with _disk_errors():
+    with disk_errors("the sessions"):
         removed = prune_sessions(_root(store), None if max_size is None else _num_bytes(max_size), max_age_days)
     if as_json:
         typer.echo(json.dumps([record.as_dict() for record in removed]))
@@ -111,10 +113,14 @@ def remove(name: Name, namespace: Namespace = "default", store: Store = None, as
     """
     from retrodraft.sessions.saved import remove_session
 
-    with _disk_errors():
+    with disk_errors("the sessions"):
         if not remove_session(_root(store), namespace, name):
             raise ValueError(_absent(name, namespace))
     typer.echo(json.dumps({"name": name, "namespace": namespace, "removed": True}) if as_json else f"removed {name!r}")
+
+
+app.command()(add)
+app.command()(drop)
 
 
 def _root(store: Path | None) -> Path:
@@ -134,7 +140,7 @@ def _print_table(records: list[SessionRecord]) -> None:
     """`!r` keeps names with control characters on one line."""
     for record in records:
         label = f"{record.name!r} of {record.namespace!r}" if record.name else record.path.name
-        end = f"damaged: {_short(record.problem)}" if record.problem else repr(record.model)
+        end = f"damaged: {short(record.problem)}" if record.problem else repr(record.model)
         typer.echo(f"{_when(record.last_used)} {record.bytes:>15,} bytes {record.turns:>6} turns  {label}  {end}")
 
 
@@ -142,21 +148,8 @@ def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 300 else text[:300] + " ..."
-
-
 def _num_bytes(size: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)i?B?", size.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"max-size must be a size, for instance 500M or 2G; got {size!r}")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-@contextmanager
-def _disk_errors() -> Iterator[None]:
-    """A read-only folder is one line, not a traceback."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{error.filename or 'the sessions'}: {error.strerror or error}") from error

@@ -83,7 +83,7 @@ class Workspace:
         with self._lock:
             known = self._files.get(name)
         if known is None or known.stamp is None or known.location != location or known.stamp != _stamp(location):
-            content, stamp = _read(name)
+            content, stamp = read_text(name)
             self._put(name, content, location, stamp)
 
     def add_folder(self, folder: str | os.PathLike[str]) -> list[Skipped]:
@@ -134,7 +134,7 @@ class Workspace:
                 if self._files.get(name) is not file:  # another thread was here
                     continue
                 try:
-                    content, stamp = _read(file.location)
+                    content, stamp = read_text(file.location)
                     self._put(name, content, file.location, stamp)
                 except ValueError:
                     self._drop(name)
@@ -260,7 +260,7 @@ def _stamp(location: str) -> Stamp | None:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
 
-def _read(name: str) -> tuple[str, Stamp]:
+def read_text(name: str) -> tuple[str, Stamp]:
     """Text of a regular UTF-8 file, without its byte order mark; raises ValueError with the reason."""
     try:
         # A pipe would make a plain open wait for its other end.
