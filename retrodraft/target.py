@@ -28,9 +28,7 @@ HARVEST_CHUNK = 128  # prompt positions whose logits are held at once
 HARVEST_LIMIT = 2048  # newest prompt tokens whose logits are read at most
 HARVEST_SHARE = 1 / 2  # of the weights that decoding reads: what the output head may cost on the prompt
 
-_local = (
-    threading.local()
-)  # .layout: the trees of the verify forward that this thread is in; .few_rows: for linear layers
+_local = threading.local()  # of the verify forward a thread is in: .layout, its trees; .few_rows, for linear layers
 _hooks_lock = threading.Lock()
 _hooks_held = 0
 _plain: list[tuple[Any, str, Any]] = []  # what the hooks stand in for: registry, name, function
@@ -83,7 +81,7 @@ def _tree_linear(plain: Any) -> Any:
         span: Range | None = getattr(_local, "few_rows", None)
         if (
             span is not None and input.dtype is span.dtype and weight.dtype is span.dtype
-            and type(weight) is parameter and weight.numel() >= span.min_weights
+            and type(weight) is parameter and weight.dim() == 2 and weight.numel() >= span.min_weights
         ):  # fmt: skip
             return few_rows_linear(input, weight, bias)
         return plain(input, weight, bias)

@@ -47,11 +47,15 @@ def serve(
 
     Example: retrodraft serve --workspace . --store ~/.cache/my-sessions
     """
+    for option, value in (("host", host), ("served-model-name", served_model_name)):
+        if value is not None and not value.strip():
+            raise ValueError(f"{option} must not be empty")
     if log_level not in LEVELS:
         raise ValueError(f"log-level must be one of {', '.join(LEVELS)}; got {log_level!r}")
     keys = [*(api_key or []), *(_lines(api_key_file, "api-key-file") if api_key_file is not None else [])]
-    if any(not key.strip() or not key.isascii() for key in keys) or (api_key_file is not None and not keys):
-        raise ValueError("an API key must be ASCII text and not empty")
+    keys = [key.strip() for key in keys]
+    if not all(key.isascii() and key.isprintable() and key for key in keys) or (api_key_file is not None and not keys):
+        raise ValueError("an API key must be ASCII text on one line and not empty")
     template = "\n".join(_lines(chat_template, "chat-template", all_lines=True)) if chat_template is not None else None
     workspace, store = (None if folder is None else folder.expanduser() for folder in (workspace, store))
     if workspace is not None and not workspace.is_dir():
@@ -68,7 +72,7 @@ def serve(
     from retrodraft.cli import _wrapped  # which imports this module
 
     options = ServeOptions(
-        model=served_model_name or model, host=host, port=port, api_keys=[key.strip() for key in keys],
+        model=served_model_name or model, host=host, port=port, api_keys=keys,
         chat_template=template, workspace=workspace, store=store, max_context=max_context,
         max_body_bytes=max_body_bytes, max_queue=max_queue, max_sessions=max_sessions, grace_seconds=grace_seconds,
         log_level=log_level,
