@@ -12,7 +12,6 @@ try:
     import os
     import signal
     import tempfile
-    from collections.abc import Sequence
     from contextlib import suppress
     from pathlib import Path
     from typing import Annotated, Any, NoReturn
@@ -22,16 +21,8 @@ try:
     from retrodraft import __version__
     from retrodraft.commands import index, replay, serve, session
     from retrodraft.commands.documents import standard_input
-    from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads
-    from retrodraft.options import (
-        STRATEGY_NAMES,
-        check_corpora,
-        check_model,
-        check_strategy,
-        check_temperature,
-        check_threads,
-        parse_budget,
-    )
+    from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, load, wrap
+    from retrodraft.options import STRATEGY_NAMES, check_temperature
 except KeyboardInterrupt:  # most of a command's first moments; `main` is not there yet to catch it
     sys.exit(INTERRUPTED)
 
@@ -98,7 +89,7 @@ def generate(
     if not text.strip():
         raise ValueError("the prompt is empty")
     check_temperature(temperature)
-    rd, tokenizer = _wrapped(model, dtype, device, threads, attn, strategy, budget, corpus or [], dense)
+    rd, tokenizer = wrap(model, dtype, device, threads, attn, strategy, budget, corpus or [], dense)
     import torch
     from transformers import TextStreamer
 
@@ -128,7 +119,7 @@ def demo(
 
     Exit code 1 if the texts differ.
     """
-    rd, tokenizer = _wrapped(model, dtype, device, threads, None, "retro", "auto")
+    rd, tokenizer = wrap(model, dtype, device, threads, None, "retro", "auto")
     from retrodraft.demo import run_demo
 
     raise typer.Exit(0 if run_demo(rd, tokenizer, max_new_tokens) else 1)
@@ -200,7 +191,7 @@ def profile(
 
     require_matplotlib()
     _check_figure(output)
-    loaded, tokenizer = _load(model, dtype, device, threads, attn)
+    loaded, tokenizer = load(model, dtype, device, threads, attn)
     from dataclasses import asdict
 
     from rich.progress import Progress
@@ -232,41 +223,6 @@ def _check_figure(output: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"output {str(output)!r} can't be written: {error.strerror or error}") from error
-
-
-def _load(model: str, dtype: str, device: str, threads: int, attn: str | None) -> tuple[Any, Any]:
-    check_model(model, dtype)
-    check_threads(threads)
-    import torch
-
-    from retrodraft.models import load_model, quiet_loading
-
-    quiet_loading()
-    if threads:
-        torch.set_num_threads(threads)
-    return load_model(model, dtype=dtype, device=device, attn=attn)
-
-
-def _wrapped(
-    model: str,
-    dtype: str,
-    device: str,
-    threads: int,
-    attn: str | None,
-    strategy: str,
-    budget: str,
-    corpora: Sequence[Path] = (),
-    dense: bool = False,
-) -> tuple[Any, Any]:
-    number = parse_budget(budget)
-    check_strategy(strategy)
-    check_corpora(corpora, [strategy])
-    if dense and not corpora:
-        raise ValueError("--dense drafts from a corpus that has a dense index: name one with --corpus")
-    loaded, tokenizer = _load(model, dtype, device, threads, attn)
-    from retrodraft.decoder import RetroDraft
-
-    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora, dense=dense), tokenizer
 
 
 def main() -> None:

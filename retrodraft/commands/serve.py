@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, make_folder
+from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, make_folder, wrap
 from retrodraft.options import check_model, check_threads, parse_budget
 
 INSTALL = "pip install 'retrodraft[server]'"
@@ -69,7 +69,6 @@ def serve(
         from retrodraft.server.run import ServeOptions, listening, run_server
     except ImportError as error:
         raise ValueError(f"the server needs a package: {error} ({INSTALL})") from error
-    from retrodraft.cli import _wrapped  # which imports this module
 
     options = ServeOptions(
         model=served_model_name or model, host=host, port=port, api_keys=keys,
@@ -78,7 +77,7 @@ def serve(
         log_level=log_level,
     )  # fmt: skip
     with listening(options) as listener:  # before the model is loaded: the address may be taken
-        rd, _ = _wrapped(model, dtype, device, threads, attn, "retro", budget)
+        rd, _ = wrap(model, dtype, device, threads, attn, "retro", budget)
         run_server(rd, options, listener)
 
 

@@ -1,12 +1,15 @@
-"""What several commands share: the options about a model, and a check of folders that will be written to."""
+"""What several commands share: the options about a model, loading and wrapping it, a check of folders to write to."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from retrodraft.options import check_corpora, check_model, check_strategy, check_threads, parse_budget
 
 Model = Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")]
@@ -14,6 +17,43 @@ Device = Annotated[str, typer.Option(help="As torch names it, for instance cpu o
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's choice.")]
 Attn = Annotated[str | None, typer.Option(help="Attention implementation: sdpa, eager, ...; default the model's.")]
 Budget = Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto (priced by the cost curve).")]
+
+
+def load(model: str, dtype: str, device: str, threads: int, attn: str | None) -> tuple[Any, Any]:
+    """A model by what the options say, and its tokenizer; raises ValueError, before torch is imported where it can."""
+    check_model(model, dtype)
+    check_threads(threads)
+    import torch
+
+    from retrodraft.models import load_model, quiet_loading
+
+    quiet_loading()
+    if threads:
+        torch.set_num_threads(threads)
+    return load_model(model, dtype=dtype, device=device, attn=attn)
+
+
+def wrap(
+    model: str,
+    dtype: str,
+    device: str,
+    threads: int,
+    attn: str | None,
+    strategy: str,
+    budget: str,
+    corpora: Sequence[Path] = (),
+    dense: bool = False,
+) -> tuple[Any, Any]:
+    """A `RetroDraft` on such a model, and its tokenizer; raises ValueError as `load`."""
+    number = parse_budget(budget)
+    check_strategy(strategy)
+    check_corpora(corpora, [strategy])
+    if dense and not corpora:
+        raise ValueError("--dense drafts from a corpus that has a dense index: name one with --corpus")
+    loaded, tokenizer = load(model, dtype, device, threads, attn)
+    from retrodraft.decoder import RetroDraft
+
+    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora, dense=dense), tokenizer
 
 
 def make_folder(folder: Path, what: str, mode: int = 0o777) -> None:
