@@ -91,9 +91,9 @@ def test_drafts_are_chains(strategy: str, monkeypatch: pytest.MonkeyPatch) -> No
         shapes.extend(tree.parents.tolist() for tree in trees)
         return verify(self, trees, *args, **kwargs)
 
-    monkeypatch.setattr(TargetModel, "verify", watched)
     model = tiny_llama(0, initializer_range=0.05)
-    rd = RetroDraft(model, strategy=strategy, reproducible=True)
+    rd = RetroDraft(model, strategy=strategy, reproducible=True)  # the probe's trees have branches
+    monkeypatch.setattr(TargetModel, "verify", watched)
     for _ in range(2):
         rd.generate(copy_prompt(40), max_new_tokens=40, do_sample=False)
     assert max(len(parents) for parents in shapes) > 3
