@@ -16,7 +16,7 @@ import torch
 
 
 class Range(NamedTuple):
-    """Where the form pays: rows of `x`, and the least number of weights."""
+    """Where the form pays: rows of a forward, and the least number of weights of a layer."""
 
     dtype: torch.dtype
     min_rows: int
@@ -24,15 +24,15 @@ class Range(NamedTuple):
     min_weights: int
 
 
-def _ranges() -> dict[torch.dtype, Range]:
-    """What pays on this machine, by dtype."""
-    ranges = {}
+def _ranges() -> list[Range]:
+    """What pays on this machine."""
+    ranges = []
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     if torch.backends.mkldnn.is_available():
         if has_amx():
-            ranges[torch.bfloat16] = Range(torch.bfloat16, 1, 24, 0)
+            ranges.append(Range(torch.bfloat16, 1, 24, 0))
         if torch.backends.cpu.get_cpu_capability() == "AVX512" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            ranges[torch.float32] = Range(torch.float32, 6, 64, 1_500_000)
+            ranges.append(Range(torch.float32, 6, 64, 1_500_000))
     return ranges
 
 
@@ -40,11 +40,10 @@ RANGES = _ranges()
 
 
 def range_for(dtype: torch.dtype, device: torch.device, rows: int) -> Range | None:
-    """Where the form pays in a forward over `rows` rows; None: nowhere, or a gradient or autocast is asked for."""
-    span = RANGES.get(dtype) if device.type == "cpu" else None
-    if span is None or not span.min_rows <= rows <= span.max_rows:
+    """Where the form pays in a forward over `rows` rows of a model of that dtype; None: nowhere."""
+    if device.type != "cpu":
         return None
-    return None if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") else span
+    return next((span for span in RANGES if span.dtype is dtype and span.min_rows <= rows <= span.max_rows), None)
 
 
 def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,8 +52,9 @@ def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     Contiguous, and without a gradient.
     """
     if x.dtype == torch.float32:
-        swapped = torch.ops.mkldnn._linear_pointwise(weight, x.reshape(-1, x.shape[-1]), None, "none", [], "").t()
-        output = swapped.contiguous() if bias is None else swapped + bias
+        output = torch.ops.mkldnn._linear_pointwise(weight, x.reshape(-1, x.shape[-1]), None, "none", [], "").t()
+        if bias is not None:
+            output = output + bias
         return output.contiguous().view(*x.shape[:-1], weight.shape[0])
     # Batched, since `mm` takes a slower way for a single row; torch tells a transposed batch by all three strides.
     columns = x.reshape(1, -1, x.shape[-1]).transpose(1, 2)

@@ -164,9 +164,11 @@ def _difference(model: Any, prefix: list[int], tokens: list[int], logits: torch.
 
 
 def _key(model: Any) -> str:
+    # What is compiled, or has a forward of its own, may be verified in other ways than its class.
+    own = any(module._compiled_call_impl is not None or "forward" in vars(module) for module in model.modules())
     parts = (
         VERSION, type(model).__name__, model.config.to_json_string(use_diff=False), model.config._attn_implementation,
-        str(model.dtype), model.device.type, torch.__version__, transformers.__version__,
+        str(model.dtype), model.device.type, torch.__version__, transformers.__version__, own,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from transformers import masking_utils
 
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
+from retrodraft.kernels import few_rows
 from retrodraft.kernels import top_logits as kernel
-from retrodraft.kernels.few_rows import RANGES, Range, few_rows_linear, range_for
 from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, grouped_attention, tree_mask_function
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
@@ -31,7 +31,7 @@ HARVEST_SHARE = 1 / 2  # of the weights that decoding reads: what the output hea
 _local = threading.local()  # of the verify forward a thread is in: .layout, its trees; .few_rows, for linear layers
 _hooks_lock = threading.Lock()
 _hooks_held = 0
-_plain: list[tuple[Any, str, Any]] = []  # what the hooks stand in for: registry, name, function
+_stood_in: list[tuple[Any, str, Any, Any]] = []  # registry, name, the function there, what stands in for it
 _BEYOND_MASKS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")  # that attention may take
 
 
@@ -73,20 +73,31 @@ def _tree_attention(plain: Any) -> Any:
 def _tree_linear(plain: Any) -> Any:
     """A linear layer that behaves as `plain` but in verify forwards where another form is faster.
 
-    It is called hundreds of times a forward, so it looks at little; `verify` has looked at the rest.
+    It is called hundreds of times a forward, so the checks are few and the likeliest to fail come first. Gradients and
+    autocast may be switched on inside a forward; what torch compiles it arranges itself.
     """
     parameter = torch.nn.Parameter
 
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:
-        span: Range | None = getattr(_local, "few_rows", None)
+        if torch.compiler.is_compiling():
+            return plain(input, weight, bias)
+        span: few_rows.Range | None = getattr(_local, "few_rows", None)
         if (
-            span is not None and input.dtype is span.dtype and weight.dtype is span.dtype
+            span is not None and input.dtype is span.dtype and weight.dtype is span.dtype and input.is_cpu
             and type(weight) is parameter and weight.dim() == 2 and weight.numel() >= span.min_weights
+            and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         ):  # fmt: skip
-            return few_rows_linear(input, weight, bias)
+            return few_rows.few_rows_linear(input, weight, bias)
         return plain(input, weight, bias)
 
     return linear
+
+
+def _stand_in(registry: dict[str, Any], name: str, make: Callable[[Any], Any]) -> None:
+    """Put what `make` makes of a registered function in its place, until the hooks go."""
+    plain = registry[name]
+    registry[name] = make(plain)
+    _stood_in.append((registry, name, plain, registry[name]))
 
 
 @contextlib.contextmanager
@@ -95,28 +106,24 @@ def tree_hooks() -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # loaded with every model; slow to load alone
 
     global _hooks_held
-    masks = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
     with _hooks_lock:
         _hooks_held += 1
         if _hooks_held == 1:
             for name in ("sdpa", "eager", "flex_attention"):
-                _plain.append((masks, name, masks[name]))
-                masks[name] = _tree_mask(masks[name])
-            _plain.append((ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["sdpa"]))
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = _tree_attention(ALL_ATTENTION_FUNCTIONS["sdpa"])
-            if RANGES:
-                functions = vars(torch.nn.functional)
-                _plain.append((functions, "linear", functions["linear"]))
-                functions["linear"] = _tree_linear(functions["linear"])
+                _stand_in(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, name, _tree_mask)
+            _stand_in(ALL_ATTENTION_FUNCTIONS, "sdpa", _tree_attention)
+            if few_rows.RANGES:
+                _stand_in(vars(torch.nn.functional), "linear", _tree_linear)
     try:
         yield
     finally:
         with _hooks_lock:
             _hooks_held -= 1
             if _hooks_held == 0:
-                for registry, name, function in _plain:
-                    registry[name] = function
-                _plain.clear()
+                for registry, name, plain, ours in _stood_in:
+                    if registry[name] is ours:  # else somebody has put something over it, which goes on with ours
+                        registry[name] = plain
+                _stood_in.clear()
 
 
 def forward_kind(model: Any) -> tuple[Any, ...]:
@@ -185,7 +192,7 @@ class TargetModel:
         if self._takes_positions:
             kwargs["position_ids"] = positions
         cache.stage(aligned=aligned and layout is not None)
-        _local.layout, _local.few_rows = layout, range_for(self.model.dtype, device, len(trees) * nodes)
+        _local.layout, _local.few_rows = layout, few_rows.range_for(self.model.dtype, device, len(trees) * nodes)
         try:
             return self.model(**kwargs, **forward_kwargs, return_dict=True)
         finally:

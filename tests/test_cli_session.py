@@ -232,7 +232,7 @@ def check_drafts_from_a_file(server: str, folder: Path) -> None:
     assert before > 20
     note.unlink()
     done = session("drop", "files", "./note.txt", *to_server)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "dropped 1 file from session 'files'\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "session 'files' drafts no longer from 1 path\n", "")
     assert answer(server, "second") == said
     assert drafted(server) == before
 

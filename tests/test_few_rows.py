@@ -18,7 +18,7 @@ from retrodraft.kernels import few_rows
 from retrodraft.kernels.few_rows import Range, few_rows_linear, range_for
 from retrodraft.target import tree_hooks
 
-EVERYWHERE = {dtype: Range(dtype, 1, 64, 0) for dtype in (torch.float32, torch.bfloat16)}
+EVERYWHERE = [Range(dtype, 1, 64, 0) for dtype in (torch.float32, torch.bfloat16)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,23 +46,19 @@ def test_it_is_linear(shape: list[int], sizes: tuple[int, int], dtype: torch.dty
 def test_a_view_of_other_strides() -> None:
     """What attention gives to the output projection may be a transposed view."""
     x = torch.randn(1, 48, 6).transpose(1, 2)
-    for dtype in EVERYWHERE:
+    for dtype, *_ in EVERYWHERE:
         weight = torch.randn(20, 48).to(dtype)
         expected = functional.linear(x.to(dtype).contiguous().double(), weight.double())
         assert torch.allclose(few_rows_linear(x.to(dtype), weight).double(), expected, rtol=0.02, atol=0.05)
 
 
 def test_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, for the dtypes and sizes that were measured, and not where a gradient or autocast is at work."""
-    monkeypatch.setattr(few_rows, "RANGES", {torch.bfloat16: Range(torch.bfloat16, 2, 24, 0)})
+    """On a CPU, for the dtypes and numbers of rows that were measured."""
+    monkeypatch.setattr(few_rows, "RANGES", [Range(torch.bfloat16, 2, 24, 0)])
     cpu = torch.device("cpu")
-    with torch.inference_mode():
-        assert range_for(torch.bfloat16, cpu, 2) and range_for(torch.bfloat16, cpu, 24)
-        assert range_for(torch.bfloat16, cpu, 1) is range_for(torch.bfloat16, cpu, 25) is None
-        assert range_for(torch.bfloat16, torch.device("meta"), 8) is range_for(torch.float32, cpu, 8) is None
-        with torch.autocast("cpu"):
-            assert range_for(torch.bfloat16, cpu, 8) is None
-    assert range_for(torch.bfloat16, cpu, 8) is None  # a gradient may be asked for
+    assert range_for(torch.bfloat16, cpu, 2) and range_for(torch.bfloat16, cpu, 24)
+    assert range_for(torch.bfloat16, cpu, 1) is range_for(torch.bfloat16, cpu, 25) is None
+    assert range_for(torch.bfloat16, torch.device("meta"), 8) is range_for(torch.float32, cpu, 8) is None
 
 
 @pytest.fixture
@@ -75,8 +71,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return few_rows_linear(x, weight, bias)
 
     monkeypatch.setattr(few_rows, "RANGES", EVERYWHERE)
-    monkeypatch.setattr("retrodraft.target.RANGES", EVERYWHERE)
-    monkeypatch.setattr("retrodraft.target.few_rows_linear", counted)
+    monkeypatch.setattr(few_rows, "few_rows_linear", counted)
     return found
 
 
@@ -107,3 +102,60 @@ def test_other_threads_are_left_alone(calls: list[tuple[int, ...]]) -> None:
         thread.join()
         assert results[0].requires_grad and not calls
     assert functional.linear is original
+
+
+class Steered(torch.nn.Module):
+    """A layer that, inside the forward, takes a gradient, enters autocast, and multiplies by a vector."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.vector = inner, torch.nn.Parameter(torch.randn(64))
+        self.probe = torch.nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            y = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.probe(y).sum(), y)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = self.inner(x)
+        return low.to(x.dtype) + 0.1 * gradient + functional.linear(x, self.vector)[..., None]
+
+
+def test_what_a_forward_may_do_inside(calls: list[tuple[int, ...]]) -> None:
+    model = tiny("llama")
+    layer = model.model.layers[0]
+    layer.self_attn.o_proj = Steered(layer.self_attn.o_proj)
+    rd = RetroDraft(model, budget=9)
+    assert rd.capabilities.mode == "tree"
+    prompt = clear_prompt(model, 40)
+    check_equal(rd, prompt, plain(model, prompt))
+    assert calls
+
+
+def test_compiled_layers_are_left_to_torch(calls: list[tuple[int, ...]]) -> None:
+    model = tiny("llama")
+    prompt = clear_prompt(model, 40)
+    reference = plain(model, prompt)
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager", fullgraph=True)
+    rd = RetroDraft(model, budget=9)
+    assert rd.capabilities.mode == "tree"
+    calls.clear()
+    check_equal(rd, prompt, reference)
+    assert calls and all(shape[-1] == 64 for shape in calls)  # a down projection takes 96
+
+
+def test_what_others_put_over_the_stand_in_stays() -> None:
+    original = functional.linear
+    try:
+        with tree_hooks():
+            ours = functional.linear
+
+            def others(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return ours(*args, **kwargs)
+
+            functional.linear = others
+        assert functional.linear is others
+        assert functional.linear(torch.ones(2, 3), torch.ones(4, 3)).tolist() == [[3.0] * 4] * 2
+    finally:
+        functional.linear = original

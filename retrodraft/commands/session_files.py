@@ -85,7 +85,7 @@ def drop(
     if as_json:
         typer.echo(json.dumps({"id": name, "removed": dropped}))
     else:
-        typer.echo(f"dropped {_files(len(dropped))} from session {name!r}")
+        typer.echo(f"session {name!r} drafts no longer from {len(dropped):,} path{'s' * (len(dropped) != 1)}")
 
 
 def _address(server: str, name: str, api_key: str | None) -> SplitResult:
