@@ -32,7 +32,7 @@ LONGEST_PREFIX = 1100  # windows up to about this size are crossed by the probe
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 LOW_PRECISION_TOLERANCE = 5e-2  # of the largest logit: a wrong mask is off by far more, rounding by less
 # A model's own code may fail in any of these ways on a shape that it does not know; that is a verdict, not a fault.
-PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 @dataclass(frozen=True)
