@@ -14,25 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from held_texts import held_to
 from rich.console import Console
 from rich.table import Table
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from retrodraft.decoder import RetroDraft
 from retrodraft.models import load_model
 from retrodraft.workloads import read_workload, render_prompt
-
-
-class HeldTo(LogitsProcessor):
-    """Leaves only the recorded token of each position possible."""
-
-    def __init__(self, text: torch.Tensor) -> None:
-        self.text = text
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        held = torch.full_like(scores, -torch.inf)
-        held[:, self.text[input_ids.shape[1]]] = 0.0
-        return held
 
 
 def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -67,9 +55,8 @@ def main() -> None:
             tokens = forwards = drafted = 0
             for prompt, text in texts:
                 rd.reset()
-                held = LogitsProcessorList([HeldTo(text)])
                 length = len(text) - prompt.shape[1]
-                rd.generate(prompt, max_new_tokens=length, do_sample=False, logits_processor=held)
+                rd.generate(prompt, max_new_tokens=length, do_sample=False, logits_processor=held_to(text))
                 tokens += rd.stats.num_new_tokens
                 forwards += rd.stats.num_target_forwards
                 drafted += rd.stats.num_draft_tokens

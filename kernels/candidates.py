@@ -24,11 +24,13 @@ from retrodraft.kernels.suffix_automaton import COUNT, HEAD, LENGTH, LINK, NEXT,
 
 NUM_SCOPES, NUM_SHARES = 6, 6
 REQUEST, SESSION, WORKSPACE, PREDICTION, GLOBAL, DENSE = 0, 1, 2, 3, 4, 5
-NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * 72, 24, 6
+PER_SCOPE = 72  # match numbers of one scope
+NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * PER_SCOPE, 24, 6
 NUM_CELLS = NUM_MATCH * NUM_PAIR * NUM_TOKEN
 MAX_CANDIDATES = 48  # of one node
 MAX_ORDERS = 4  # suffixes of the match that are asked, longest first
 MAX_EDGES = 8  # continuations of one suffix that are looked at, newest first
+CORPUS_MARGIN = 3  # tokens by which a corpus must match longer than a text at hand, to be the evidence instead
 
 FROM_ADJACENCY = 1 << NUM_SCOPES  # who proposed a candidate, as bits; a text of scope s is 1 << s
 CONTEXT = 64  # newest tokens of the text that are kept at hand
@@ -91,11 +93,15 @@ def _place(found, size, token):
 
 @borrowing_njit
 def _offer(scope, shorter, length, count, total, num_followers, token, size, found):
-    """Take a text's evidence for `token` if it is the longest match so far; returns the number of candidates."""
+    """Take a text's evidence for `token` if it is the longest match so far; returns the number of candidates.
+
+    A corpus must match longer by CORPUS_MARGIN than a text at hand.
+    """
     index = _place(found, size, token)
     if index < 0:
         return size
-    if length > found[MATCH_LENGTH, index]:
+    beside = found[MATCH, index] > 0 and (found[MATCH, index] - 1) // PER_SCOPE != GLOBAL
+    if length > found[MATCH_LENGTH, index] + (CORPUS_MARGIN if scope == GLOBAL and beside else 0):
         bucket = (scope * 2 + shorter) * 6 + _length_bucket(length)
         found[MATCH, index] = 1 + bucket * NUM_SHARES + _share_bucket(count, total, num_followers)
         found[MATCH_LENGTH, index] = length

@@ -6,13 +6,14 @@ expected to get right and what it did; where that falls short, the kind's probab
 scaled up: the builder takes those candidates that are overestimated already, and larger trees did not pay.
 
     record float32 [NUM_KINDS, 2]   tokens that came true, and that the hit rates expected; both fade
-    kind 0 = no text proposed it, else 1 + the share bucket of its match
+    kind 0 = no text proposed it, else 1 + group * 6 + the share bucket of its match
+    group 0 the texts of the caller, 1 corpora, 2 dense drafts: a corpus may have nothing to do with this text
 """
 
-from retrodraft.kernels.candidates import NUM_PAIR, NUM_SHARES, NUM_TOKEN
+from retrodraft.kernels.candidates import GLOBAL, NUM_PAIR, NUM_SHARES, NUM_TOKEN, PER_SCOPE
 from retrodraft.kernels.jit import borrowing_njit
 
-NUM_KINDS = 1 + NUM_SHARES
+NUM_KINDS = 1 + 3 * NUM_SHARES
 RIGHT, EXPECTED = 0, 1
 DOUBT = 2.0  # expected tokens before which a record counts for little
 FADING = 0.99  # of a record with each token
@@ -22,7 +23,10 @@ FADING = 0.99  # of a record with each token
 def kind_of(cell):
     """The kind of evidence of a candidate in `cell`."""
     match = cell // (NUM_PAIR * NUM_TOKEN)
-    return 0 if match == 0 else 1 + (match - 1) % NUM_SHARES
+    if match == 0:
+        return 0
+    group = max((match - 1) // PER_SCOPE - GLOBAL + 1, 0)
+    return 1 + group * NUM_SHARES + (match - 1) % NUM_SHARES
 
 
 @borrowing_njit

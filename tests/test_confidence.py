@@ -15,9 +15,12 @@ VOCAB = 50
 
 
 def kind_in_python(cell: int) -> int:
-    """From the layout in `kernels/candidates.py`: what share of the occurrences continued so."""
+    """From the layout in `kernels/candidates.py`: whose text it is, and what share of the occurrences continued so."""
     match = cell // (c.NUM_PAIR * c.NUM_TOKEN)
-    return 0 if match == 0 else 1 + (match - 1) % 6
+    if match == 0:
+        return 0
+    scope, share = (match - 1) // 72, (match - 1) % 6
+    return 1 + {c.GLOBAL: 6, c.DENSE: 12}.get(scope, 0) + share
 
 
 def test_kinds_cover_all_cells() -> None:

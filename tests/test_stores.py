@@ -61,15 +61,22 @@ def corpus_offers(documents: list[list[int]], context: list[int]) -> list[Offer]
 
 
 def expected_candidates(offers: list[Offer]) -> dict[int, tuple[int, int]]:
-    """Token -> match part of its cell, and sources: the longest match is the evidence, the first one of equals."""
-    best: dict[int, Offer] = {}
-    sources: dict[int, int] = {}
-    for offer in offers:
-        token, scope, length = offer[0], offer[1], offer[3]
-        sources[token] = sources.get(token, 0) | 1 << scope
-        if token not in best or length > best[token][3]:
-            best[token] = offer
-    return {token: (match_cell(offer), sources[token]) for token, offer in best.items()}
+    """Token -> match part of its cell, and sources.
+
+    The longest match is the evidence, the first one of equals; a corpus' one only if it is four tokens longer than that
+    of any other text.
+    """
+    found = {}
+    for token in {offer[0] for offer in offers}:
+        own = [offer for offer in offers if offer[0] == token and offer[1] != c.GLOBAL]
+        corpus = [offer for offer in offers if offer[0] == token and offer[1] == c.GLOBAL]
+        best = max(own, key=lambda offer: offer[3], default=None)
+        for offer in corpus:
+            if best is None or offer[3] > best[3] + (3 if best in own else 0):
+                best = offer
+        assert best is not None
+        found[token] = (match_cell(best), sum({1 << offer[1] for offer in (*own, *corpus)}))
+    return found
 
 
 def gathered(
@@ -141,8 +148,8 @@ def test_adjacency_rows_join_the_evidence(tmp_path: Path) -> None:
         5: both | c.FROM_ADJACENCY, 6: c.FROM_ADJACENCY, 7: 1 << c.GLOBAL,
     }  # fmt: skip
     cells = {token: cell for token, (cell, _) in found.items()}
-    # Of two shared evidences the corpus' longer match is taken: length 2, one of two.
-    assert cells[5] == (match_cell((5, c.GLOBAL, 0, 2, 1, 2, 2)) * c.NUM_PAIR + 2) * c.NUM_TOKEN + 2
+    # Of two shared evidences the session's is taken, length 1: the corpus' match is only one token longer.
+    assert cells[5] == (match_cell((5, c.SESSION, 0, 1, 1, 1, 1)) * c.NUM_PAIR + 2) * c.NUM_TOKEN + 2
     assert cells[6] == (0 * c.NUM_PAIR + 4) * c.NUM_TOKEN + 3
     assert cells[7] == (match_cell((7, c.GLOBAL, 0, 2, 1, 2, 2)) * c.NUM_PAIR + 0) * c.NUM_TOKEN + 1
 
