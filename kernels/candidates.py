@@ -10,7 +10,8 @@ Three kinds of store answer, and all speak only in tokens and features:
 
 A token's evidence is reduced to a cell number; the calibration table holds, for each cell, how often a candidate of
 that cell was what the target said. So every store is judged by its outcomes, on one scale, and none by a hand-set
-weight. Cells are laid out as [match, pair, token]:
+weight. Corpora and dense drafts are foreign texts, which may have nothing to do with this one: what they say makes a
+second cell, so that the first is what it would be without them. Cells are laid out as [match, pair, token]:
 
     match 0..432   0 = no text proposed it, else 1 + ((scope * 2 + shorter) * 6 + length bucket) * 6 + share bucket
     pair  0..23    (0 pair row, 1 token row only, 2 neither) * 8 + probability bucket (0 = not among the row's tokens)
@@ -30,14 +31,15 @@ NUM_CELLS = NUM_MATCH * NUM_PAIR * NUM_TOKEN
 MAX_CANDIDATES = 48  # of one node
 MAX_ORDERS = 4  # suffixes of the match that are asked, longest first
 MAX_EDGES = 8  # continuations of one suffix that are looked at, newest first
-CORPUS_MARGIN = 3  # tokens by which a corpus must match longer than a text at hand, to be the evidence instead
+FOREIGN_MARGIN = 3  # tokens by which a foreign text must match longer than an own one to be asked at all
 
 FROM_ADJACENCY = 1 << NUM_SCOPES  # who proposed a candidate, as bits; a text of scope s is 1 << s
+FOREIGN = 1 << GLOBAL | 1 << DENSE  # texts that may have nothing to do with this one
 CONTEXT = 64  # newest tokens of the text that are kept at hand
 
-# Columns of `found` int32 [NUM_COLUMNS, MAX_CANDIDATES], which `gather` fills; the first three are its answer.
-TOKENS, CELLS, SOURCES, MATCH, MATCH_LENGTH, PAIR, SINGLE = range(7)
-NUM_COLUMNS = 7
+# Columns of `found` int32 [NUM_COLUMNS, MAX_CANDIDATES], which `gather` fills; the first four are its answer.
+TOKENS, CELLS, FOREIGN_CELLS, SOURCES, MATCH, MATCH_LENGTH, FOREIGN_MATCH, FOREIGN_LENGTH, PAIR, SINGLE = range(10)
+NUM_COLUMNS = 10
 
 
 @borrowing_njit
@@ -95,16 +97,16 @@ def _place(found, size, token):
 def _offer(scope, shorter, length, count, total, num_followers, token, size, found):
     """Take a text's evidence for `token` if it is the longest match so far; returns the number of candidates.
 
-    A corpus must match longer by CORPUS_MARGIN than a text at hand.
+    Own texts and foreign ones (corpora, dense drafts) are kept apart.
     """
     index = _place(found, size, token)
     if index < 0:
         return size
-    beside = found[MATCH, index] > 0 and (found[MATCH, index] - 1) // PER_SCOPE != GLOBAL
-    if length > found[MATCH_LENGTH, index] + (CORPUS_MARGIN if scope == GLOBAL and beside else 0):
+    match = FOREIGN_MATCH if FOREIGN >> scope & 1 else MATCH
+    if length > found[match + 1, index]:
         bucket = (scope * 2 + shorter) * 6 + _length_bucket(length)
-        found[MATCH, index] = 1 + bucket * NUM_SHARES + _share_bucket(count, total, num_followers)
-        found[MATCH_LENGTH, index] = length
+        found[match, index] = 1 + bucket * NUM_SHARES + _share_bucket(count, total, num_followers)
+        found[match + 1, index] = length
     found[SOURCES, index] |= 1 << scope
     return max(size, index + 1)
 
@@ -203,5 +205,11 @@ def gather(stores, scopes, corpora, rows, states, lengths, spans, context, found
         single = found[SINGLE, i]
         if known and single == 0:
             single = 1
-        found[CELLS, i] = (found[MATCH, i] * NUM_PAIR + evidence * 8 + found[PAIR, i]) * NUM_TOKEN + single
+        rows_say = (evidence * 8 + found[PAIR, i]) * NUM_TOKEN + single
+        found[CELLS, i] = found[MATCH, i] * NUM_PAIR * NUM_TOKEN + rows_say
+        margin = FOREIGN_MARGIN if found[MATCH, i] > 0 else 0
+        if found[FOREIGN_LENGTH, i] > found[MATCH_LENGTH, i] + margin:
+            found[FOREIGN_CELLS, i] = found[FOREIGN_MATCH, i] * NUM_PAIR * NUM_TOKEN + rows_say
+        else:
+            found[FOREIGN_CELLS, i] = -1
     return size

@@ -5,6 +5,9 @@ of `candidates` are too many to notice it in time. So each text keeps a record o
 expected to get right and what it did; where that falls short, the kind's probabilities are scaled down. They are never
 scaled up: the builder takes those candidates that are overestimated already, and larger trees did not pay.
 
+What the record says of foreign texts (corpora, dense drafts) goes on to the next text: a corpus that has nothing to do
+with what is written is not tried anew each time.
+
     record float32 [NUM_KINDS, 2]   tokens that came true, and that the hit rates expected; both fade
     kind 0 = no text proposed it, else 1 + group * 6 + the share bucket of its match
     group 0 the texts of the caller, 1 corpora, 2 dense drafts: a corpus may have nothing to do with this text
@@ -14,6 +17,7 @@ from retrodraft.kernels.candidates import GLOBAL, NUM_PAIR, NUM_SHARES, NUM_TOKE
 from retrodraft.kernels.jit import borrowing_njit
 
 NUM_KINDS = 1 + 3 * NUM_SHARES
+FOREIGN_KINDS = 1 + NUM_SHARES  # the first one
 RIGHT, EXPECTED = 0, 1
 DOUBT = 2.0  # expected tokens before which a record counts for little
 FADING = 0.99  # of a record with each token

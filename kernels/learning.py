@@ -4,7 +4,16 @@ import numpy as np
 
 from retrodraft.kernels import suffix_automaton as sa
 from retrodraft.kernels.adjacency import WIDTH, blend, claim_pair
-from retrodraft.kernels.candidates import CELLS, CONTEXT, MAX_CANDIDATES, MAX_EDGES, NUM_COLUMNS, TOKENS, gather
+from retrodraft.kernels.candidates import (
+    CELLS,
+    CONTEXT,
+    FOREIGN_CELLS,
+    MAX_CANDIDATES,
+    MAX_EDGES,
+    NUM_COLUMNS,
+    TOKENS,
+    gather,
+)
 from retrodraft.kernels.confidence import EXPECTED, RIGHT, fade, kind_of
 from retrodraft.kernels.jit import borrowing_njit, njit
 
@@ -48,16 +57,10 @@ def _observe(
         num_found = gather(stores, scopes, corpora, rows, states, lengths, spans, context, found, followers)
         fade(record)
         for j in range(num_found):
-            cell = found[CELLS, j]
-            kind = kind_of(cell)
-            record[kind, EXPECTED] += hits[cell] / trials[cell]
-            trials[cell] += 1.0
-            if found[TOKENS, j] == token:
-                record[kind, RIGHT] += 1.0
-                hits[cell] += 1.0
-            if trials[cell] > MAX_TRIALS:
-                trials[cell] *= 0.5
-                hits[cell] *= 0.5
+            came = 1.0 if found[TOKENS, j] == token else 0.0
+            _judge(found[CELLS, j], came, hits, trials, record)
+            if found[FOREIGN_CELLS, j] >= 0:
+                _judge(found[FOREIGN_CELLS, j], came, hits, trials, record)
         if top_ids[i, 0] >= 0:
             _learn_row(
                 rows, context[CONTEXT - 2], context[CONTEXT - 1], top_ids[i], top_probs[i], rate, now, ids, probs
@@ -75,6 +78,19 @@ def _observe(
             context[k] = context[k + 1]
         context[CONTEXT - 1] = token
     return tokens.shape[0]
+
+
+@borrowing_njit
+def _judge(cell, came, hits, trials, record):
+    """Count a candidate of a cell that came true (1.0) or did not (0.0)."""
+    kind = kind_of(cell)
+    record[kind, EXPECTED] += hits[cell] / trials[cell]
+    record[kind, RIGHT] += came
+    trials[cell] += 1.0
+    hits[cell] += came
+    if trials[cell] > MAX_TRIALS:
+        trials[cell] *= 0.5
+        hits[cell] *= 0.5
 
 
 @borrowing_njit

@@ -15,6 +15,8 @@ import numpy as np
 from retrodraft.kernels.candidates import (
     CELLS,
     CONTEXT,
+    FOREIGN,
+    FOREIGN_CELLS,
     MAX_CANDIDATES,
     MAX_EDGES,
     NUM_COLUMNS,
@@ -28,6 +30,7 @@ from retrodraft.kernels.suffix_automaton import HEAD, step
 
 MIN_PROB = 1e-5  # of a path; below it a node is noise
 NODE, TOKEN, SOURCE = 0, 1, 2  # rows of the heap
+FOREIGN_WORTH = 0.5  # of a node that foreign texts alone propose: what the target says at it is of no use later
 
 
 @borrowing_njit
@@ -154,7 +157,13 @@ def _grow(
             best = -1
             for i in range(num_found):
                 cell = found[CELLS, i]
-                prob = probs[node] * scales[kind_of(cell)] * hits[cell] / trials[cell]
+                prob = scales[kind_of(cell)] * hits[cell] / trials[cell]
+                cell = found[FOREIGN_CELLS, i]
+                if cell >= 0:  # as far as foreign texts are borne out, what they say takes the place of the rest
+                    prob += scales[kind_of(cell)] * (hits[cell] / trials[cell] - prob)
+                if found[SOURCES, i] & ~FOREIGN == 0:
+                    prob *= FOREIGN_WORTH
+                prob *= probs[node]
                 if prob < MIN_PROB:
                     continue
                 if single:

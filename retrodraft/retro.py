@@ -30,7 +30,7 @@ from retrodraft.kernels.candidates import (
     SESSION,
     WORKSPACE,
 )
-from retrodraft.kernels.confidence import NUM_KINDS
+from retrodraft.kernels.confidence import FOREIGN_KINDS, NUM_KINDS
 from retrodraft.kernels.suffix_array import MAX_MATCH
 from retrodraft.kernels.tree import build
 from retrodraft.kernels.trie import START
@@ -60,6 +60,7 @@ class Calibration:
         """Return to the shipped priors."""
         self.trials = np.full(NUM_CELLS, PRIOR_TRIALS, np.float32)
         self.hits = self._priors * self.trials
+        self.foreign = np.zeros((NUM_KINDS - FOREIGN_KINDS, 2), np.float32)  # how far foreign texts were borne out
 
     def restore(self, hits: npt.NDArray[np.float32], trials: npt.NDArray[np.float32]) -> None:
         """Take saved counts, float32 [num_cells]; those of another layout, or damaged ones, are left alone."""
@@ -151,6 +152,7 @@ class RetroRow:
         self.spans = np.full(len(shared.corpora), MAX_MATCH, np.int32)
         self.context = np.full(CONTEXT, -1, np.int32)  # the newest tokens
         self.record = np.zeros((NUM_KINDS, 2), np.float32)  # how far this text bears out the hit rates
+        self.record[FOREIGN_KINDS:] = calibration.foreign
         self._version = -1  # of the memory, when its matches were taken
         self._unpublished = 0  # tokens emitted since the memory was given some
 
@@ -209,6 +211,7 @@ class RetroRow:
             )  # fmt: skip
             if done < len(token_ids):
                 self.text.reserve(int(token_ids[done]))
+        self.calibration.foreign[:] = self.record[FOREIGN_KINDS:]
         if self.memory.readers > 1:
             self._unpublished += len(token_ids)
             if self._unpublished >= PUBLISHED_AT_ONCE:

@@ -60,32 +60,39 @@ def corpus_offers(documents: list[list[int]], context: list[int]) -> list[Offer]
     return []
 
 
-def expected_candidates(offers: list[Offer]) -> dict[int, tuple[int, int]]:
-    """Token -> match part of its cell, and sources.
+Found = dict[int, tuple[int, int, int]]  # token -> cell, cell by foreign texts, sources
 
-    The longest match is the evidence, the first one of equals; a corpus' one only if it is four tokens longer than that
-    of any other text.
+
+def expected_candidates(offers: list[Offer]) -> Found:
+    """Token -> match parts of its cells, and sources; -1 for a foreign cell that is not asked.
+
+    The longest match is the evidence, the first one of equals: of the own texts, and of the corpora, which are asked
+    where they match and no own text does, or by four tokens longer.
     """
     found = {}
     for token in {offer[0] for offer in offers}:
         own = [offer for offer in offers if offer[0] == token and offer[1] != c.GLOBAL]
         corpus = [offer for offer in offers if offer[0] == token and offer[1] == c.GLOBAL]
         best = max(own, key=lambda offer: offer[3], default=None)
-        for offer in corpus:
-            if best is None or offer[3] > best[3] + (3 if best in own else 0):
-                best = offer
-        assert best is not None
-        found[token] = (match_cell(best), sum({1 << offer[1] for offer in (*own, *corpus)}))
+        other = max(corpus, key=lambda offer: offer[3], default=None)
+        asked = other is not None and (best is None or other[3] > best[3] + 3)
+        found[token] = (
+            0 if best is None else match_cell(best),
+            match_cell(other) if asked and other is not None else -1,
+            sum({1 << offer[1] for offer in (*own, *corpus)}),
+        )
     return found
 
 
 def gathered(
     stores: list[tuple[int, SuffixAutomaton]], shards: list[Shard], context: list[int],
-    spans: np.ndarray | None = None, rows: AdjacencyRows | None = None,
-) -> dict[int, tuple[int, int]]:  # fmt: skip
-    """The kernel's answer: token -> cell and sources."""
+    spans: np.ndarray | None = None, rows: AdjacencyRows | None = None, state: tuple[int, int] | None = None,
+) -> Found:  # fmt: skip
+    """The kernel's answer; `state` is the only automaton's match, where it is not the context's in that text."""
     found = np.empty((c.NUM_COLUMNS, c.MAX_CANDIDATES), np.int32)
-    places = [automaton.follow(np.array(context, np.int32)) for _, automaton in stores]
+    places = (
+        [state] if state is not None else [automaton.follow(np.array(context, np.int32)) for _, automaton in stores]
+    )
     count = c.gather(
         tuple(automaton.arrays for _, automaton in stores), np.array([scope for scope, _ in stores], np.int32),
         tuple(shards), (rows or AdjacencyRows(VOCAB, num_pairs=16)).arrays,
@@ -93,14 +100,15 @@ def gathered(
         np.full(len(shards), MAX_MATCH, np.int32) if spans is None else spans,
         context_of(context[-c.CONTEXT :]), found, np.empty((2, c.MAX_EDGES), np.int32),
     )  # fmt: skip
-    tokens, cells, sources = found[: c.SOURCES + 1, :count].tolist()
-    assert len(set(tokens)) == count
-    return {token: (cell, source) for token, cell, source in zip(tokens, cells, sources, strict=True)}
+    columns = found[: c.SOURCES + 1, :count].tolist()
+    assert len(set(columns[c.TOKENS])) == count
+    return {token: (cell, foreign, source) for token, cell, foreign, source in zip(*columns, strict=True)}
 
 
-def matched(found: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """With the cell reduced to its match part, where no adjacency row said anything."""
-    return {token: (cell // (c.NUM_PAIR * c.NUM_TOKEN), sources) for token, (cell, sources) in found.items()}
+def matched(found: Found) -> Found:
+    """With the cells reduced to their match parts, where no adjacency row said anything."""
+    rows = c.NUM_PAIR * c.NUM_TOKEN
+    return {token: (cell // rows, foreign // rows, sources) for token, (cell, foreign, sources) in found.items()}
 
 
 def documents(rng: np.random.Generator, count: int, alphabet: int) -> list[list[int]]:
@@ -144,14 +152,19 @@ def test_adjacency_rows_join_the_evidence(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, [[[3, 4, 5], [3, 4, 7]]])
     found = gathered([(c.SESSION, joined([[4, 5]]))], shards, [3, 4], rows=rows)
     both = 1 << c.SESSION | 1 << c.GLOBAL
-    assert {token: source for token, (_, source) in found.items()} == {
+    assert {token: source for token, (_, _, source) in found.items()} == {
         5: both | c.FROM_ADJACENCY, 6: c.FROM_ADJACENCY, 7: 1 << c.GLOBAL,
     }  # fmt: skip
-    cells = {token: cell for token, (cell, _) in found.items()}
-    # Of two shared evidences the session's is taken, length 1: the corpus' match is only one token longer.
-    assert cells[5] == (match_cell((5, c.SESSION, 0, 1, 1, 1, 1)) * c.NUM_PAIR + 2) * c.NUM_TOKEN + 2
-    assert cells[6] == (0 * c.NUM_PAIR + 4) * c.NUM_TOKEN + 3
-    assert cells[7] == (match_cell((7, c.GLOBAL, 0, 2, 1, 2, 2)) * c.NUM_PAIR + 0) * c.NUM_TOKEN + 1
+    cells = {token: cells for token, (*cells, _) in found.items()}
+
+    def cell(match: int, pair: int, single: int) -> int:
+        return (match * c.NUM_PAIR + pair) * c.NUM_TOKEN + single
+
+    corpus = match_cell((0, c.GLOBAL, 0, 2, 1, 2, 2))  # length 2, one of two
+    # The corpus matches one token longer than the session: not enough to be asked about 5.
+    assert cells[5] == [cell(match_cell((5, c.SESSION, 0, 1, 1, 1, 1)), 2, 2), -1]
+    assert cells[6] == [cell(0, 4, 3), -1]
+    assert cells[7] == [cell(0, 0, 1), cell(corpus, 0, 1)]  # without the corpus it would be an unlikely token
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -162,8 +175,8 @@ def test_shards_in_any_order_and_empty_ones(seed: int, tmp_path: Path) -> None:
     shards = shards_of(tmp_path, parts)
     whole = shards_of(tmp_path / "whole", [[document for part in parts for document in part]])
 
-    def lengths(found: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        return {token: ((cell - 1) // 6, sources) for token, (cell, sources) in matched(found).items()}
+    def lengths(found: Found) -> dict[int, tuple[int, int]]:
+        return {token: ((foreign - 1) // 6, sources) for token, (_, foreign, sources) in matched(found).items()}
 
     for _ in range(20):
         context = repetitive(rng, 20, 5)
@@ -194,7 +207,7 @@ def test_spans_save_searches_only(seed: int, tmp_path: Path) -> None:
             found = gathered(NOTHING, [shard], context, spans=span)
             if found != searched[-1]:
                 assert not found and before < 0
-                assert all((cell - 1) // 6 % 6 == 0 for cell, _ in matched(searched[-1]).values())
+                assert all((foreign - 1) // 6 % 6 == 0 for _, foreign, _ in matched(searched[-1]).values())
                 searched[-1] = {}
                 skipped += 1
         assert set(gathered(NOTHING, shards, context, spans=spans)) == {token for each in searched for token in each}

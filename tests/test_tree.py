@@ -69,9 +69,9 @@ def gather_compiled(
         np.array([length], np.int32), np.zeros(1, np.int32), context_of([previous, token]), found,
         np.empty((2, c.MAX_EDGES), np.int32),
     )  # fmt: skip
-    tokens, cells, sources = found[: c.SOURCES + 1, :count].tolist()
+    tokens, cells, foreign, sources = found[: c.SOURCES + 1, :count].tolist()
     assert len(set(tokens)) == count
-    assert all(sources)
+    assert all(sources) and set(foreign) <= {-1}
     return dict(zip(tokens, cells, strict=True))
 
 
