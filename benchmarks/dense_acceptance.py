@@ -2,11 +2,12 @@
 
     python benchmarks/dense_acceptance.py spider_sql.jsonl mbpp.jsonl --limit 24 --max-new-tokens 96
 
-Every second prompt of a workload is answered greedily inside `rd.harvest`, which makes a corpus with a dense index; the
-others, of which `--limit` evenly spread ones are taken, are then answered without a corpus, with it, with it and its
-dense index asked at every step where no text matches well, and with the same under the rule that a query may take 2 %
-of a step at most. A draft has 16 nodes at most, so timing decides nothing but the last of these. Each run gets its own
-wrapper, which keeps what it learns from prompt to prompt. In float32 equal outputs are checked.
+Every second prompt of a workload is answered greedily inside `rd.harvest`, which makes a corpus with a dense index;
+the others, of which `--limit` evenly spread ones are taken, are answered too, and then again without a corpus, with
+it, with it and its dense index asked at every step where no text matches well, and with the same under the rule that
+a query may take 2 % of a step at most. All runs are held to the first answers by a logits processor. A draft has 16
+nodes at most, so timing decides nothing but the last of these. Each run gets its own wrapper, which keeps what it
+learns from prompt to prompt.
 
 `--rows N` adds the time of a look-up among so many random keys; repeatable.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from corpus_acceptance import BUDGET, answer, compared, spread
+from corpus_acceptance import BUDGET, answers, compared, drafted, spread
 
 import retrodraft.dense
 from retrodraft.decoder import RetroDraft
@@ -65,7 +66,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=24, help="earlier answers that are harvested; 0 takes all")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--model", default="embedded")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", type=int, action="append", default=[])
     parser.add_argument("-o", "--output", type=Path, help="JSON file of the results")
     options = parser.parse_args()
@@ -87,7 +88,8 @@ def main() -> None:
                     rd.generate(torch.tensor([prompt]), max_new_tokens=options.max_new_tokens, do_sample=False)
             corpus = CorpusIndex.open(index)
             print(f"{path.stem}: {len(earlier)} answers harvested, {corpus.num_tokens:,} tokens", flush=True)
-            base, outputs = None, None
+            texts = answers(rd, others, options.max_new_tokens)
+            base = None
             for run, dense, share in (
                 ("no corpus", False, 1.0), ("corpus", False, 1.0), ("corpus + dense", True, float("inf")),
                 ("corpus + dense, under the rule", True, MAX_SHARE),
@@ -95,14 +97,13 @@ def main() -> None:
                 retrodraft.dense.MAX_SHARE = share
                 corpora = [] if run == "no corpus" else [corpus]
                 rd = RetroDraft(model, tokenizer, budget=BUDGET, corpora=corpora, dense=dense)
-                found, counts = answer(rd, others, options.max_new_tokens)
+                counts = drafted(rd, others, texts, cold=False)
                 if base is None or run == "corpus":
-                    base, outputs = counts, outputs or found  # dense runs are compared with the corpus alone
+                    base = counts  # dense runs are compared with the corpus alone
                 stats = rd.total_stats
                 steps = stats.num_row_forwards - len(others)
                 result = results.setdefault(path.stem, {})[run] = {
                     **compared(counts, base), "prompts": len(others), "corpus_tokens": corpus.num_tokens * len(corpora),
-                    "equal_outputs": sum(a == b for a, b in zip(found, outputs, strict=True)),
                     "queried": stats.num_dense_queries / steps,
                     "query_us": 1e6 * stats.dense_seconds / max(stats.num_dense_queries, 1),
                     "share_of_time": stats.dense_seconds
@@ -110,7 +111,7 @@ def main() -> None:
                 }  # fmt: skip
                 print(
                     f"  {run}: {result['tokens_per_forward']:.3f} tokens per forward, ratio {result['ratio']:.3f} "
-                    f"[{result['low']:.3f}, {result['high']:.3f}], {result['equal_outputs']}/{len(others)} equal"
+                    f"[{result['low']:.3f}, {result['high']:.3f}]"
                 )
                 if dense:
                     print(
@@ -119,8 +120,6 @@ def main() -> None:
                     )
                 for proposer, count in sorted(result["proposers"].items()):
                     print(f"    {proposer}: {count['proposed']:,} proposed, {count['accepted']:,} accepted", flush=True)
-                if options.dtype == "float32" and found != outputs:
-                    raise SystemExit("an output depends on the corpus")
     if options.output:
         options.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
