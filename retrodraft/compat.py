@@ -6,7 +6,7 @@ import inspect
 import sys
 from typing import Any
 
-from transformers import cache_utils
+from transformers import __version__, cache_utils
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 
 # Later versions call the keyword `past_key_values` of forward, generate and the outputs `cache`.
@@ -17,6 +17,8 @@ CACHE_ARG = (
 )
 CACHE_ARGS = ("cache", "past_key_values", "cache_params")
 INDEXED_LAYER = getattr(cache_utils, "DynamicIndexedLayer", None)  # sparse attention (DeepSeek 3.2)
+# Earlier versions feed the whole prompt again where `prefill_chunk_size` meets a cache that holds its beginning.
+CHUNKS_CONTINUE_CACHE = tuple(map(int, __version__.split(".")[:2])) >= (5, 21)
 DUMMY_LAYER = getattr(cache_utils, "DummyLayer", None)  # layers that share another one's keys and values
 
 

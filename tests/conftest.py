@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so begun in the background; what we start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "RETRODRAFT_CACHE" not in os.environ:  # whoever sets it keeps the converted embedded model from run to run
     _FOLDER = tempfile.TemporaryDirectory(prefix="retrodraft-tests-")
     os.environ["RETRODRAFT_CACHE"] = _FOLDER.name

@@ -41,6 +41,8 @@ def keeps_cache(rd: RetroDraft, kwargs: dict[str, Any]) -> bool:
         return False
     if setting("use_cache") is False or setting("cache_implementation") is not None:
         return False
+    if setting("prefill_chunk_size") is not None and not _chunks_continue_cache():
+        return False
     if mask is None:
         pad = setting("pad_token_id")  # generate takes these for padding
         if pad is not None and bool((input_ids == pad).any()):
@@ -48,6 +50,12 @@ def keeps_cache(rd: RetroDraft, kwargs: dict[str, Any]) -> bool:
     elif mask.shape != input_ids.shape or not bool(mask.all()):
         return False
     return bool(input_ids.shape[1] < rotary_switch(rd.model.config.get_text_config(decoder=True)))
+
+
+def _chunks_continue_cache() -> bool:
+    from retrodraft.compat import CHUNKS_CONTINUE_CACHE  # imports transformers; a replay wants none
+
+    return CHUNKS_CONTINUE_CACHE
 
 
 @cache
