@@ -48,11 +48,16 @@ class Capabilities:
 
 
 def probe(model: Any) -> Capabilities:
-    """The verdict on `model`: one stored for this class, configuration, attention and versions, else a new one."""
+    """The verdict on `model`: one stored for this class, configuration, attention and versions, else a new one.
+
+    A model that is compiled, or has a forward of its own, is probed each time.
+    """
     if getattr(model.config, "is_encoder_decoder", False):
         return Capabilities("plain", "it is an encoder-decoder", 0.0)
     if model.config._attn_implementation == "flex_attention" and model.device.type == "cpu":
         return Capabilities("plain", "flex attention over several tokens crashes on the CPU", 0.0)  # with torch 2.13
+    if _has_own_forward(model):
+        return run_probe(model)
     path = cache_folder() / f"probe-{_key(model)}.json"
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -163,12 +168,15 @@ def _difference(model: Any, prefix: list[int], tokens: list[int], logits: torch.
     return float(worst) if torch.isfinite(worst) else float("inf")
 
 
+def _has_own_forward(model: Any) -> bool:
+    """Whether the model, or a part, is compiled or has a forward of its own: no other's verdict tells about it."""
+    return any(module._compiled_call_impl is not None or "forward" in vars(module) for module in model.modules())
+
+
 def _key(model: Any) -> str:
-    # What is compiled, or has a forward of its own, may be verified in other ways than its class.
-    own = any(module._compiled_call_impl is not None or "forward" in vars(module) for module in model.modules())
     parts = (
         VERSION, type(model).__name__, model.config.to_json_string(use_diff=False), model.config._attn_implementation,
-        str(model.dtype), model.device.type, torch.__version__, transformers.__version__, own,
+        str(model.dtype), model.device.type, torch.__version__, transformers.__version__,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

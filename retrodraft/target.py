@@ -277,6 +277,8 @@ class PromptHarvest:
         own = threading.get_ident()
 
         def keep(module: Any, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return  # a compiled forward is not harvested: it would be broken in two here, or refused (fullgraph)
             if threading.get_ident() != own:
                 return  # another thread's forward on the same model
             self._hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny import tiny
 from torch.nn import functional
 
-from retrodraft import RetroDraft, capabilities
+from retrodraft import RetroDraft
 from retrodraft.kernels import few_rows
 from retrodraft.kernels.few_rows import Range, few_rows_linear, range_for
 from retrodraft.target import tree_hooks
@@ -135,10 +135,9 @@ def test_what_a_forward_may_do_inside(calls: list[tuple[int, ...]]) -> None:
 def test_compiled_layers_are_left_to_torch(calls: list[tuple[int, ...]]) -> None:
     model = tiny("llama")
     prompt = clear_prompt(model, 40)
-    reference, before = plain(model, prompt), capabilities._key(model)
+    reference = plain(model, prompt)
     for layer in model.model.layers:
         layer.mlp.compile(backend="eager", fullgraph=True)
-    assert capabilities._key(model) != before  # its verdict is no other model's
     rd = RetroDraft(model, budget=9)
     assert rd.capabilities.mode == "tree"
     calls.clear()
