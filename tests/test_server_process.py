@@ -72,7 +72,13 @@ def test_workspace_files_are_drafted_and_read_again(tiny_folder: Path, tmp_path:
         (("--api-key", "a\nb"), "an API key must be ASCII text on one line and not empty"),
         (("--host", ""), "host must not be empty"),
         (("--served-model-name", " "), "served-model-name must not be empty"),
+        (("--api-key-file", "/dev/null"), "api-key-file '/dev/null' holds no key"),
+        (("--api-key-file", "/dev/null", "--api-key", "k"), "api-key-file '/dev/null' holds no key"),
+        (("--workspace", "~nobody-here/x"), "workspace '~nobody-here/x': nobody here has the home folder"),
+        (("--store", "~nobody-here/x"), "store '~nobody-here/x': nobody here has the home folder"),
+        (("--workspace", "x" * 300), f"workspace '{'x' * 300}' is not a folder"),
         (("--chat-template", "/no/such"), "chat-template '/no/such' can't be read"),
+        (("--chat-template", "/dev/null"), "chat-template '/dev/null' is empty"),
         (("--log-level", "loud"), "log-level must be one of critical"),
         (("--port", "70000"), "Invalid value for '--port'"),
         (("--host", "203.0.113.1"), "203.0.113.1:8000 can't be listened on"),
@@ -106,6 +112,31 @@ def test_mistakes_are_told_before_a_model_is_loaded(tiny_folder: Path, tmp_path:
             found = retrodraft_here("serve", "--model", str(tmp_path / "model"), *each)
             assert found.returncode == 2
             assert found.stderr == f"retrodraft: 127.0.0.1:{port} can't be listened on: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    "template,message",
+    [
+        ("{% for m in messages %}\n{{ m.content }", "chat-template {file!r}, line 2: unexpected '}'"),
+        ("{% for m in messages %}\n\n{{ m }}", "chat-template {file!r}, line 3: Unexpected end of template."),
+        ("\n{{ messages | shout }}", "chat-template {file!r}, line 2: No filter named 'shout'."),
+        ("{% generation %}", "chat-template {file!r}, line 1: Unexpected end of template."),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "chat-template {file!r} can't be used: too many"),
+        (
+            "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}",
+            "203.0.113.1:8000 can't be listened on",  # the next complaint: the template is sound
+        ),
+    ],
+)  # fmt: skip
+def test_a_broken_template_is_told_before_the_model_is_loaded(template: str, message: str, tmp_path: Path) -> None:
+    """With file and line; as transformers compiles it, with its own tags and filters."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    (tmp_path / "model").mkdir()
+    where = ("--host", "203.0.113.1", "--model", str(tmp_path / "model"))
+    done = retrodraft_here("serve", "--chat-template", str(file), *where)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("retrodraft: " + message.replace("{file!r}", repr(str(file)))), done.stderr
 
 
 def test_a_new_store_is_private(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from chats import drafting, fed, plain
 from serving import client, running
 from tiny import random_prompt, tiny, tiny_llama
 
+from retrodraft.server.protocol import ApiError
 from retrodraft.server.sessions import HEADER_TOKENS, Sessions
 
 SYSTEM = random_prompt(300, seed=1)[0].tolist()
@@ -25,9 +27,16 @@ def text(size: int, seed: int) -> list[int]:
 class Clients:
     """Clients of one server without its HTTP: sessions found by prefix, over a tiny model."""
 
-    def __init__(self, max_sessions: int = 8) -> None:
+    def __init__(self, max_sessions: int = 8, workspace: Path | None = None) -> None:
         self.rd = drafting(tiny_llama(max_position_embeddings=4096))
-        self.sessions = Sessions(lambda space, name: self.rd.session(name, namespace=space), None, max_sessions, None)
+        self.sessions = Sessions(
+            lambda space, name: self.rd.session(name, namespace=space), None, max_sessions, workspace
+        )  # fmt: skip
+
+    def files(self, name: str, namespace: str = "n") -> dict[str, int]:
+        """Tokens by path."""
+        listed = self.sessions.files(namespace, name, lambda text: self.rd.tokenizer(text).input_ids)
+        return {file["path"]: file["tokens"] for file in listed}
 
     def ask(self, prompt: list[int], count: int = 6, namespace: str = "n", name: str | None = None) -> dict[str, Any]:
         """A request; the answer is that of a model without any cache."""
@@ -200,5 +209,108 @@ def test_turns_over_http_feed_their_suffix() -> None:
 
 def test_a_session_without_an_answer_is_not_joined() -> None:
     clients = Clients()
-    clients.sessions.put_files("n", "filed", {"a.txt": "x"})
+    clients.sessions.add_files("n", "filed", {"a.txt": "x"})
     assert clients.ask(SYSTEM)["session"] != "filed"
+
+
+def test_files_that_wait_and_files_of_the_namespace() -> None:
+    """Those that wait are the session's alone; with its request they are the namespace's. Removed at once, and told."""
+    clients = Clients()
+    sessions = clients.sessions
+    sessions.add_files("n", "one", {"b.txt": "four", "a.txt": "sixteen", "z.txt": ""})
+    assert clients.files("one") == {"a.txt": 7, "b.txt": 4, "z.txt": 0} and list(clients.files("one"))[0] == "a.txt"
+    assert clients.files("two") == {} == clients.files("one", namespace="m")
+    assert sessions.remove_files("n", "one", ["b.txt", "no", "b.txt"]) == (["b.txt"], ["no"])
+    assert sessions.remove_files("n", "two", ["a.txt"]) == ([], ["a.txt"])
+    clients.ask(SYSTEM, name="one")
+    assert clients.files("one") == {"a.txt": 7, "z.txt": 0} == clients.files("two")
+    sessions.add_files("n", "two", {"a.txt": "again", "c.txt": "x"})
+    assert clients.files("two") == {"a.txt": 5, "c.txt": 1, "z.txt": 0} and clients.files("one")["a.txt"] == 7
+    assert sessions.remove_files("m", "one", ["z.txt"]) == ([], ["z.txt"])
+    assert sessions.remove_files("n", "two", ["c.txt", "a.txt", "b.txt"]) == (["c.txt", "a.txt"], ["b.txt"])
+    assert clients.files("one") == {"z.txt": 0} == clients.files("two")
+    assert [record["id"] for record in sessions.records("n")] == ["one"]  # no name is left of a request that never came
+    workspace = clients.rd.session("one", namespace="n").namespace.workspace
+    assert workspace.paths == ("z.txt",)
+    with pytest.raises(ApiError, match="a session id has 1 to 128"):
+        clients.files("../up")
+
+
+def test_files_outlive_their_session(tmp_path: Path) -> None:
+    """A session that had to go leaves its files to the namespace, where they are listed and removed as before."""
+    clients = Clients(max_sessions=1)
+    clients.sessions.add_files("n", "one", {"a.txt": "text"})
+    clients.ask(SYSTEM, name="one")
+    clients.ask(SYSTEM, name="two")
+    assert [record["id"] for record in clients.sessions.records("n")] == ["two"]
+    assert clients.files("one") == {"a.txt": 4}
+    assert clients.sessions.remove_files("n", "one", ["a.txt"]) == (["a.txt"], [])
+    assert clients.files("two") == {}
+
+
+def test_room_for_files_is_told_at_once() -> None:
+    """Not when it is too late to tell; what is replaced or removed makes room."""
+    clients = Clients()
+    add = clients.sessions.add_files
+    clients.ask(SYSTEM, name="one")
+    add("n", "one", {str(number): "x" * 2_000_000 for number in range(15)})
+    clients.ask(SYSTEM, name="one")
+    for name in ("one", "two"):
+        with pytest.raises(ApiError, match="would take 34,000,000 bytes, and there is room for 33,554,432") as caught:
+            add("n", name, {"new": "x" * 2_000_000, "newer": "x" * 2_000_000})
+        assert caught.value.status == 413
+    add("n", "two", {"new": "x" * 2_000_000})
+    with pytest.raises(ApiError, match="room for"):  # the other session's waits
+        add("n", "one", {"newer": "x" * 2_000_000})
+    add("n", "one", {"3": "x", "newer": "x" * 2_000_000})
+    add("m", "one", {"newer": "x" * 2_000_000})
+    assert clients.sessions.remove_files("n", "two", ["new"]) == (["new"], [])
+    clients.ask(SYSTEM, name="one")
+    workspace = clients.rd.session("one", namespace="n").namespace.workspace
+    assert workspace.num_bytes == 15 * 2_000_000 + 1
+
+
+def test_names_without_requests_take_no_others_place() -> None:
+    """Where there are too many sessions, the first name for which files wait goes; not for one that is known."""
+    clients = Clients(max_sessions=2)
+    clients.ask(SYSTEM, name="one")
+    for name in ("two", "three", "three", "four"):
+        clients.sessions.add_files("n", name, {f"{name}.txt": "x"})
+    assert [record["id"] for record in clients.sessions.records("n")] == ["one", "four"]
+    clients.sessions.add_files("n", "four", {"more.txt": "x"})
+    assert clients.files("four") == {"four.txt": 1, "more.txt": 1}
+
+
+def test_files_of_a_session_that_cannot_be_opened_still_wait() -> None:
+    clients = Clients()
+    opened = clients.sessions._open
+
+    def refuse(namespace: str, name: str) -> Any:
+        raise ValueError("it is of another model")
+
+    clients.sessions.add_files("n", "one", {"a.txt": "x"})
+    clients.sessions._open = refuse  # type: ignore[method-assign]
+    with pytest.raises(ApiError, match="session 'one' can't be used: it is of another model"):
+        clients.ask(SYSTEM, name="one")
+    assert clients.files("one") == {"a.txt": 1}
+    clients.sessions._open = opened  # type: ignore[method-assign]
+    clients.ask(SYSTEM, name="one")
+    assert clients.rd.session("one", namespace="n").namespace.workspace.paths == ("a.txt",)
+
+
+def test_a_workspace_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers go on without its files; while it is there they are drafted from, but no client's to list or remove."""
+    monkeypatch.setattr("retrodraft.server.sessions.SEARCH_SECONDS", 0.0)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    clients = Clients(workspace=folder)
+    clients.ask(SYSTEM, name="one")
+    path = str(folder / "a.txt")
+    workspace = clients.rd.session("one", namespace="n").namespace.workspace
+    assert workspace.paths == (path,) and clients.files("one") == {}
+    assert clients.sessions.remove_files("n", "one", [path]) == ([], [path]) and workspace.paths == (path,)
+    (folder / "a.txt").unlink()
+    folder.rmdir()
+    clients.ask(SYSTEM, name="one")
+    assert workspace.paths == ()

@@ -331,3 +331,18 @@ def test_real_tokenizer() -> None:
     streams = workspace.token_streams(lambda text: backend.encode(text, add_special_tokens=False).ids)
     assert longest(streams[:1]) < 30
     assert longest(streams) == len(emitted)
+
+
+def test_sizes_and_given_texts(tmp_path: Path) -> None:
+    """A text is counted once, and what was made of it serves the streams; what was read from disk is not given."""
+    (tmp_path / "a.py").write_text(CODE)
+    workspace, words = Workspace(), Words()
+    workspace.add(tmp_path / "a.py")
+    workspace.add("notes.md", "# títle\n")
+    assert workspace.given_texts() == {"notes.md": "# títle\n"}
+    assert workspace.num_bytes_with({}) == workspace.num_bytes == len(CODE) + 9
+    assert workspace.num_bytes_with({"notes.md": 5, "new": 2}) == len(CODE) + 7
+    assert [workspace.num_tokens("# títle\n", words) for _ in range(2)] == [8, 8] and words.seen == ["# títle\n"]
+    assert workspace.num_tokens("", words) == 0 and workspace.num_tokens("# títle\n", Words(1)) == 8
+    assert texts(workspace.token_streams(words))[:2] == [CODE, "# títle\n"]
+    assert words.seen.count("# títle\n") == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, make_folder, wrap
+from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, expanded, make_folder, wrap
 from retrodraft.options import check_model, check_threads, parse_budget
 
 INSTALL = "pip install 'retrodraft[server]'"
@@ -52,24 +53,33 @@ def serve(
             raise ValueError(f"{option} must not be empty")
     if log_level not in LEVELS:
         raise ValueError(f"log-level must be one of {', '.join(LEVELS)}; got {log_level!r}")
-    keys = [*(api_key or []), *(_lines(api_key_file, "api-key-file") if api_key_file is not None else [])]
-    keys = [key.strip() for key in keys]
-    if not all(key.isascii() and key.isprintable() and key for key in keys) or (api_key_file is not None and not keys):
+    keys = [key.strip() for key in api_key or []]
+    if api_key_file is not None:
+        in_file = [line.strip() for line in _text(api_key_file, "api-key-file").split("\n") if line.strip()]
+        if not in_file:
+            raise ValueError(f"api-key-file {str(api_key_file)!r} holds no key")
+        keys += in_file
+    if not all(key.isascii() and key.isprintable() and key for key in keys):
         raise ValueError("an API key must be ASCII text on one line and not empty")
-    template = "\n".join(_lines(chat_template, "chat-template", all_lines=True)) if chat_template is not None else None
-    workspace, store = (None if folder is None else folder.expanduser() for folder in (workspace, store))
-    if workspace is not None and not workspace.is_dir():
-        raise ValueError(f"workspace {str(workspace)!r} is not a folder")
+    template = _text(chat_template, "chat-template") if chat_template is not None else None
+    if workspace is not None:
+        workspace = expanded(workspace, "workspace")
+        if not os.path.isdir(workspace):
+            raise ValueError(f"workspace {str(workspace)!r} is not a folder")
     if store is not None:
+        store = expanded(store, "store")
         make_folder(store, "store", mode=0o700)
     check_model(model, dtype)
     check_threads(threads)
     parse_budget(budget)
     try:
+        from retrodraft.models import check_template
         from retrodraft.server.run import ServeOptions, listening, run_server
     except ImportError as error:
         raise ValueError(f"the server needs a package: {error} ({INSTALL})") from error
 
+    if template is not None:
+        check_template(template, f"chat-template {str(chat_template)!r}")
     options = ServeOptions(
         model=served_model_name or model, host=host, port=port, api_keys=keys,
         chat_template=template, workspace=workspace, store=store, max_context=max_context,
@@ -81,11 +91,10 @@ def serve(
         run_server(rd, options, listener)
 
 
-def _lines(path: Path, option: str, all_lines: bool = False) -> list[str]:
+def _text(path: Path, option: str) -> str:
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"{option} {str(path)!r} can't be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {str(path)!r} is not UTF-8 text") from error
-    return lines if all_lines else [line.strip() for line in lines if line.strip()]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrodraft.commands.documents import disk_errors
-from retrodraft.commands.session_files import Json, add, drop, short
+from retrodraft.commands.session_files import Json, add, drop, files, short
+from retrodraft.commands.shared import expanded
 
 if TYPE_CHECKING:
     from retrodraft.sessions.saved import SessionRecord
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Sessions: those that were saved, and the files that those of a running server draft from.",
-    epilog="Exit codes: 0 done; 2 bad input, no such session, a damaged one, a folder that can't be written, or no "
-    "server, or one that refuses.",
+    epilog="Exit codes: 0 done; 2 bad input, no such session or no such file in it, a damaged session, a folder that "
+    "can't be read or written, no server, or one that refuses.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -36,18 +37,21 @@ def list_command(
     namespace: Annotated[str | None, typer.Option("--namespace", help="Only of this one; default all.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List saved sessions, the one that was used last first.
+    """List saved sessions, the one that was used last first. A store that is not there yet has none.
 
     Example: retrodraft session list --json
     """
     from retrodraft.sessions.saved import list_sessions
 
-    records = list_sessions(_root(store), namespace)
+    root = _root(store, may_be_absent=True)
+    with disk_errors("the sessions"):
+        records = list_sessions(root, namespace)
     if as_json:
         typer.echo(json.dumps([record.as_dict() for record in records]))
         return
     if not records:
-        typer.echo(f"No sessions in {_root(store)}.")
+        where = f" of namespace {namespace!r}" if namespace is not None else ""
+        typer.echo(f"No sessions{where} in {root}" + (", which is not there yet." if not root.exists() else "."))
     _print_table(records)
 
 
@@ -59,7 +63,8 @@ def show(name: Name, namespace: Namespace = "default", store: Store = None, as_j
     """
     from retrodraft.sessions.saved import inspect_session
 
-    found = inspect_session(_root(store), namespace, name)
+    with disk_errors("the sessions"):
+        found = inspect_session(_root(store), namespace, name)
     if found is None:
         raise ValueError(_absent(name, namespace))
     record, saved = found
@@ -102,7 +107,8 @@ def prune(
         typer.echo(json.dumps([record.as_dict() for record in removed]))
         return
     _print_table(removed)
-    typer.echo(f"removed {len(removed)} sessions, {sum(record.bytes for record in removed):,} bytes")
+    size = sum(record.bytes for record in removed)
+    typer.echo(f"removed {len(removed):,} session{'s' * (len(removed) != 1)}, {size:,} bytes")
 
 
 @app.command()
@@ -120,16 +126,21 @@ def remove(name: Name, namespace: Namespace = "default", store: Store = None, as
 
 
 app.command()(add)
+app.command()(files)
 app.command()(drop)
 
 
-def _root(store: Path | None) -> Path:
+def _root(store: Path | None, may_be_absent: bool = False) -> Path:
+    """The folder of the sessions; raises ValueError for a named one that is none, or is not there and has to be."""
     from retrodraft.sessions.saved import sessions_folder
 
-    root = store.expanduser() if store is not None else sessions_folder()
-    if store is not None and not root.is_dir():
-        raise ValueError(f"{str(root)!r} is not a folder of sessions")
-    return root
+    if store is None:
+        return sessions_folder()
+    root = expanded(store, "store")
+    with disk_errors("store"):
+        if root.is_dir() or (may_be_absent and not root.exists()):
+            return root
+    raise ValueError(f"{str(root)!r} is not a folder of sessions")
 
 
 def _absent(name: str, namespace: str) -> str:
@@ -152,4 +163,4 @@ def _num_bytes(size: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)i?B?", size.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"max-size must be a size, for instance 500M or 2G; got {size!r}")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    return int(min(float(match[1]), 2.0**63) * 1024 ** " KMGT".index(match[2].upper() or " "))  # however many digits

@@ -1,4 +1,4 @@
-"""`retrodraft session add` and `drop`: files that the sessions of a running server draft from."""
+"""`retrodraft session add`, `files` and `drop`: files that the sessions of a running server draft from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
 import typer
@@ -64,6 +64,24 @@ def add(
         typer.echo(f"added {_files(len(texts))} to session {name!r}")
 
 
+def files(name: Session, server: Server = DEFAULT_SERVER, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """List the files that a session of a running server drafts from, with their tokens.
+
+    That is what was sent for the session, and for others of the same key once they had a request; files of `serve
+    --workspace` are not listed. An id that no request has named yet is no error.
+
+    Example: retrodraft session files fix-issue-17
+    """
+    held = _held(_address(server, name, api_key), api_key, name)
+    if as_json:
+        typer.echo(json.dumps({"id": name, "files": [{"path": path, "tokens": size} for path, size in held.items()]}))
+        return
+    if not held:
+        typer.echo(f"session {name!r} has no files")
+    for path, size in held.items():
+        typer.echo(f"{size:>11,} tokens  {path!r}")
+
+
 def drop(
     name: Session,
     paths: Annotated[list[str], typer.Argument(metavar="PATH", help="As they were added; folders too.")],
@@ -73,19 +91,33 @@ def drop(
 ) -> None:
     """Take files from a session of a running server.
 
-    They need not exist any more. Of a folder, the files that are in it now. Paths that the session does not have are
-    passed over.
+    Of a folder, all that the session has below it. Nothing need exist any more. A path that the session does not have
+    is named and passed over; if it has none of them, that is an error.
 
-    Example: retrodraft session drop fix-issue-17 README.md
+    Example: retrodraft session drop fix-issue-17 README.md src
     """
     address = _address(server, name, api_key)
+    if "" in paths:
+        raise ValueError("a path is empty; name a file or a folder")
     with disk_errors("the current folder"):
-        dropped = _named(paths)
-    _send(address, api_key, "DELETE", name, {path: json.dumps(path).encode() for path in dropped})
+        wanted = {path: Path(os.path.abspath(_as_written(path))) for path in dict.fromkeys(paths)}
+        held = {path: Path(os.path.abspath(path)) for path in _held(address, api_key, name)}
+    below = {path: [each for each, place in held.items() if place.is_relative_to(wanted[path])] for path in wanted}
+    found = list(dict.fromkeys(each for paths in below.values() for each in paths))
+    answers = _send(address, api_key, "DELETE", name, {path: json.dumps(path).encode() for path in found})
+    removed = [path for answer in answers for path in answer["removed"]]
+    absent = [path for path in wanted if not {*below[path]} & {*removed}]
+    if not removed:
+        raise ValueError(
+            f"session {name!r} has no file {short(' or '.join(map(repr, absent)))}; `retrodraft session files {name}` "
+            "lists what it has"
+        )
     if as_json:
-        typer.echo(json.dumps({"id": name, "removed": dropped}))
-    else:
-        typer.echo(f"session {name!r} drafts no longer from {len(dropped):,} path{'s' * (len(dropped) != 1)}")
+        typer.echo(json.dumps({"id": name, "removed": removed, "not_found": absent}))
+        return
+    for path in absent:
+        typer.echo(f"session {name!r} has no file {path!r}", err=True)
+    typer.echo(f"removed {_files(len(removed))} from session {name!r}")
 
 
 def _address(server: str, name: str, api_key: str | None) -> SplitResult:
@@ -139,22 +171,6 @@ def _read_texts(paths: Sequence[str]) -> tuple[dict[str, str], list[Skipped]]:
     return texts, skipped
 
 
-def _named(paths: Sequence[str]) -> list[str]:
-    """The paths as they are sent, each once; of a folder, those of its files. Raises ValueError if there are none."""
-    from retrodraft.index.files import find_files
-
-    if "" in paths:
-        raise ValueError("a path is empty; name a file or a folder")
-    found: list[str] = []
-    for path in paths:
-        found += (
-            [_as_written(file.path) for file in find_files([path], [])] if os.path.isdir(path) else [_as_written(path)]
-        )
-    if not found:
-        raise ValueError(f"there is no file in {', '.join(map(repr, paths))}")
-    return list(dict.fromkeys(found))
-
-
 def _as_written(path: Path | str) -> str:
     """A path as an agent in the current folder writes it, with slashes; raises ValueError where it is not UTF-8."""
     here, absolute = Path.cwd(), Path(os.path.abspath(path))
@@ -165,10 +181,24 @@ def _as_written(path: Path | str) -> str:
         raise ValueError(f"{str(path)!r} can't be sent: its name is not UTF-8") from None
 
 
-def _send(address: SplitResult, api_key: str | None, method: str, name: str, records: dict[str, bytes]) -> None:
-    """Send records by path, several a request, and fewer where that is too much; raises ValueError if it can't be."""
+def _held(address: SplitResult, api_key: str | None, name: str) -> dict[str, int]:
+    """Tokens of a session's files by path; raises ValueError as `_send`."""
+    status, answer = _request(address, api_key, "GET", f"/v1/sessions/{name}/files", b"")
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        if status == 200:
+            return {str(file["path"]): int(file["tokens"]) for file in json.loads(answer)["files"]}
+    raise _refusal(address, status, answer)
+
+
+def _send(
+    address: SplitResult, api_key: str | None, method: str, name: str, records: dict[str, bytes]
+) -> list[dict[str, Any]]:
+    """Send records by path, several a request, and fewer where that is too much; raises ValueError if it can't be.
+
+    Returns the server's answers.
+    """
     field, route = ("files" if method == "POST" else "paths"), f"/v1/sessions/{name}/files"
-    waiting, limit = list(records), REQUEST_BYTES
+    waiting, limit, answers = list(records), REQUEST_BYTES, []
     while waiting:
         count, size = 0, 0
         while count < min(len(waiting), REQUEST_FILES) and (count == 0 or size + len(records[waiting[count]]) <= limit):
@@ -177,14 +207,21 @@ def _send(address: SplitResult, api_key: str | None, method: str, name: str, rec
         body = b'{"%s":[%s]}' % (field.encode(), b",".join(records[path] for path in waiting[:count]))
         status, answer = _request(address, api_key, method, route, body)
         if status == 200 and b'"object":"session"' in answer:
+            answers.append(json.loads(answer))
             waiting = waiting[count:]
         elif status == 413 and count > 1:
             limit = size // 2
-        elif status == 401:
-            raise ValueError(f"{address.geturl()} asks for an API key that it knows: --api-key, or RETRODRAFT_API_KEY")
         else:
-            which = f", at {waiting[0]!r}" if len(records) > 1 and count == 1 else ""
-            raise ValueError(f"{address.geturl()} answered {status}{which}: {_complaint(answer)}")
+            raise _refusal(address, status, answer, waiting[0] if len(records) > 1 and count == 1 else None)
+    return answers
+
+
+def _refusal(address: SplitResult, status: int, answer: bytes, path: str | None = None) -> ValueError:
+    """What to tell of an answer that is not what was asked for, at a path where it was about one of several."""
+    if status == 401:
+        return ValueError(f"{address.geturl()} asks for an API key that it knows: --api-key, or RETRODRAFT_API_KEY")
+    which = "" if path is None else f", at {path!r}"
+    return ValueError(f"{address.geturl()} answered {status}{which}: {_complaint(answer)}")
 
 
 def _request(address: SplitResult, api_key: str | None, method: str, route: str, body: bytes) -> tuple[int, bytes]:

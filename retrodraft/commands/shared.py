@@ -56,6 +56,14 @@ def wrap(
     return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora, dense=dense), tokenizer
 
 
+def expanded(folder: Path, what: str) -> Path:
+    """A folder with its ~ written out; raises ValueError, which names it as `what`, where ~ stands for nothing."""
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{what} {str(folder)!r}: nobody here has the home folder that ~ stands for") from error
+
+
 def make_folder(folder: Path, what: str, mode: int = 0o777) -> None:
     """Make a folder unless it is there; raises ValueError, which names it as `what`, if it can't be written to.
 

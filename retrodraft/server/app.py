@@ -139,23 +139,28 @@ def create_app(engine: Engine, prompts: Prompts, settings: Settings) -> FastAPI:
 
     @app.get("/v1/sessions")
     async def sessions(request: Request) -> dict[str, Any]:
-        records = await asyncio.to_thread(engine.sessions.list, request.state.namespace)
+        records = await asyncio.to_thread(engine.sessions.records, request.state.namespace)
         return {"object": "list", "data": records}
 
     @app.post("/v1/sessions/{name}/files")
     async def add_files(request: Request, name: str, body: FilesRequest) -> dict[str, Any]:
-        files: dict[str, str | None] = {
+        files = {
             checked_text(file.path, "path"): checked_text(file.text, f"the text of {file.path!r}")
             for file in body.files
         }  # fmt: skip
-        engine.sessions.put_files(request.state.namespace, name, files)
+        await asyncio.to_thread(engine.sessions.add_files, request.state.namespace, name, files)
         return {"id": name, "object": "session", "added": list(files)}
 
     @app.delete("/v1/sessions/{name}/files")
     async def remove_files(request: Request, name: str, body: FilesDeletion) -> dict[str, Any]:
         paths = [checked_text(path, "path") for path in body.paths]
-        engine.sessions.put_files(request.state.namespace, name, dict.fromkeys(paths))
-        return {"id": name, "object": "session", "removed": paths}
+        removed, absent = await asyncio.to_thread(engine.sessions.remove_files, request.state.namespace, name, paths)
+        return {"id": name, "object": "session", "removed": removed, "not_found": absent}
+
+    @app.get("/v1/sessions/{name}/files")
+    async def files(request: Request, name: str) -> dict[str, Any]:
+        held = await asyncio.to_thread(engine.sessions.files, request.state.namespace, name, prompts.tokenize)
+        return {"id": name, "object": "session", "files": held}
 
     @app.get("/health")
     async def health() -> Response:

@@ -27,7 +27,10 @@ For each call return a JSON object with the function's name and arguments within
 {CALL_CLOSE}"""
 
 # What a template raises on messages, or variables, that it was not made for.
-REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+REFUSALS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    SyntaxError,  # more loops in one another than Python takes
+)  # fmt: skip
 
 
 class Prompts:
@@ -82,6 +85,11 @@ class Prompts:
         if max(prompt) >= vocab_size:
             raise ApiError(400, f"token {max(prompt)} is not among the model's {vocab_size}", param="prompt")
         return np.array(prompt, np.int32)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        with self._lock:
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         return str(self.tokenizer.apply_chat_template(messages, **arguments))

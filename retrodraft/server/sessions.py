@@ -8,23 +8,23 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from retrodraft.server.protocol import ApiError
 from retrodraft.sessions.prefix import common_prefix
 from retrodraft.sessions.saved import list_sessions
-from retrodraft.sessions.workspace import MAX_FILE_BYTES
+from retrodraft.sessions.workspace import MAX_FILE_BYTES, MAX_TEXT_BYTES, Workspace
 from retrodraft.tree import Int32
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 SEARCH_SECONDS = 2.0  # new files of the workspace are looked for no more often; changed ones are seen at once
 HEADER_TOKENS = 4  # the beginning of an answer, which some templates write otherwise once it is history
-PENDING_CHARS = 64 << 20  # file texts that wait for a session's next request
 
 log = logging.getLogger("retrodraft.server")
 
@@ -36,6 +36,7 @@ class Entry:
     namespace: str
     name: str
     session: Any = None  # opened by the generating thread, which alone uses it
+    asked: bool = False  # a request has come; without one it is but a name for which files wait
     created: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.time)
     num_requests: int = 0
@@ -43,7 +44,7 @@ class Entry:
     num_prompt: int = 0  # tokens of the last prompt; 0 before the first answer
     changed: bool = False  # since it was saved
     saved: float = field(default_factory=time.monotonic)
-    files: dict[str, str | None] = field(default_factory=dict)  # to be added, or removed where None, before a request
+    files: dict[str, bytes] = field(default_factory=dict)  # UTF-8 texts by path, to be added before its next request
 
     def record(self) -> dict[str, Any]:
         """What `GET /v1/sessions` shows."""
@@ -68,14 +69,15 @@ class Sessions:
         self._open, self._store, self._max = open_session, store, max_sessions
         self._workspace = workspace
         self._searched: dict[str, float] = {}  # when each namespace last looked for new files
+        self._workspaces: WeakValueDictionary[str, Workspace] = WeakValueDictionary()  # of namespaces that have one
         self._entries: dict[tuple[str, str], Entry] = {}  # least recently used first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def list(self, namespace: str) -> list[dict[str, Any]]:
-        """Records of a namespace's sessions, those in memory first. Any thread."""
+    def records(self, namespace: str) -> list[dict[str, Any]]:
+        """What is told of a namespace's sessions, those in memory first. Any thread."""
         with self._lock:
             records = [entry.record() for entry in self._entries.values() if entry.namespace == namespace]
         if self._store is not None:
@@ -88,50 +90,98 @@ class Sessions:
             ]
         return records
 
-    def put_files(self, namespace: str, name: str, files: dict[str, str | None]) -> None:
-        """Files to add (or to remove, where the text is None) before the session's next request. Any thread."""
-        for path, text in files.items():
-            if text is not None and len(text.encode()) > MAX_FILE_BYTES:
+    def add_files(self, namespace: str, name: str, files: dict[str, str]) -> None:
+        """Texts by path, to be drafted from as of the session's next request. Any thread.
+
+        Raises ApiError for a text that is too long, and where there is no room.
+        """
+        checked_name(name)
+        texts = {path: text.encode() for path, text in files.items()}
+        for path, text in texts.items():
+            if len(text) > MAX_FILE_BYTES:
                 raise ApiError(413, f"{path!r} is longer than {MAX_FILE_BYTES} bytes: leave it out", param="files")
         with self._lock:
-            entry = self._entries.get((namespace, checked_name(name)), Entry(namespace, name))
-            merged = entry.files | files
-            waiting = [e for e in self._entries.values() if e.namespace == namespace and e.files and e is not entry]
-            texts = [text or "" for e in waiting for text in e.files.values()] + [
-                text or "" for text in merged.values()
-            ]
-            if sum(map(len, texts)) > PENDING_CHARS:
-                raise ApiError(413, "too many file texts wait for their session: send a request with its id in between")
-            if len(self._entries) >= self._max and entry.session is None:
-                for unopened in [e for e in waiting if e.session is None][:1]:
+            known = self._entries.get((namespace, name))
+            entry = known or Entry(namespace, name)
+            merged = entry.files | texts
+            others = [e for e in self._entries.values() if e.namespace == namespace and e.files and e is not entry]
+            workspace = self._workspaces.get(namespace) or Workspace()
+            size = workspace.num_bytes_with({path: len(text) for path, text in merged.items()})
+            size += sum(len(text) for other in others for text in other.files.values())
+            if size > MAX_TEXT_BYTES:
+                message = f"the files would take {size:,} bytes, and there is room for {MAX_TEXT_BYTES:,}: remove some"
+                raise ApiError(413, message, param="files")
+            if known is None and len(self._entries) >= self._max:
+                for unopened in [e for e in others if not e.asked][:1]:
                     del self._entries[namespace, unopened.name]
             entry.files = merged
             self._entries[namespace, name] = entry
+
+    def remove_files(self, namespace: str, name: str, paths: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Take away what was added; at once, so the session's next request no longer drafts from it. Any thread.
+
+        Returns:
+            The paths that were removed, and those that the session did not hold.
+        """
+        checked_name(name)
+        removed, absent = [], []
+        with self._lock:
+            entry = self._entries.get((namespace, name))
+            workspace = self._workspaces.get(namespace)
+            waiting = {} if entry is None else entry.files
+            given = {} if workspace is None else workspace.given_texts()
+            for path in dict.fromkeys(paths):
+                if path not in waiting and path not in given:
+                    absent.append(path)
+                    continue
+                removed.append(path)
+                waiting.pop(path, None)
+                if workspace is not None and path in given:
+                    workspace.remove(path)
+            if entry is not None and not entry.asked and not waiting:
+                del self._entries[namespace, name]
+        return removed, absent
+
+    def files(self, namespace: str, name: str, tokenize: Callable[[str], list[int]]) -> list[dict[str, Any]]:
+        """Path and number of tokens of the files that a session holds, by path. Any thread.
+
+        These are the texts that were added for it and wait, and those of the namespace; not those of `workspace`, which
+        are no client's affair.
+        """
+        checked_name(name)
+        with self._lock:
+            entry = self._entries.get((namespace, name))
+            waiting = {} if entry is None else entry.files
+            workspace = self._workspaces.get(namespace) or Workspace()
+            texts = workspace.given_texts() | {path: text.decode() for path, text in waiting.items()}
+        return [{"path": path, "tokens": workspace.num_tokens(texts[path], tokenize)} for path in sorted(texts)]
 
     def acquire(self, namespace: str, name: str | None, prompt: Int32) -> Entry:
         """The request's session, opened and with its files up to date. The generating thread only."""
         with self._lock:
             name = name or self._by_prefix(namespace, prompt) or f"auto-{uuid.uuid4().hex[:12]}"
             entry = self._entry(namespace, name)
-            entry.last_used = time.time()
-            files, entry.files = entry.files, {}
+            entry.asked, entry.last_used = True, time.time()
+        self._evict()
         if entry.session is None:
             try:
                 entry.session = self._open(namespace, name)
             except ValueError as error:  # saved with another model, or damaged
                 raise ApiError(409, f"session {name!r} can't be used: {error}", param="session_id") from error
         if self._workspace is not None and time.monotonic() - self._searched.get(namespace, -inf) > SEARCH_SECONDS:
-            entry.session.add_folder(self._workspace)
-            self._searched[namespace] = time.monotonic()
-        for path, text in files.items():
             try:
-                if text is not None:
-                    entry.session.add_file(path, text)
-                else:
-                    entry.session.remove_file(path)
-            except ValueError as error:  # no room, or not there
-                log.warning("session %s: %s", name, error)
-        self._evict()
+                entry.session.add_folder(self._workspace)
+            except (OSError, ValueError) as error:  # it was there when the server started; answers need no files
+                log.warning("workspace: %s", error)
+            self._searched[namespace] = time.monotonic()
+        with self._lock:
+            self._workspaces[namespace] = entry.session.namespace.workspace
+            for path, text in entry.files.items():
+                try:
+                    entry.session.add_file(path, text.decode())
+                except ValueError as error:  # no room: the folder's files have taken it meanwhile
+                    log.warning("session %s: %s", name, error)
+            entry.files = {}
         entry.changed = True
         return entry
 

@@ -9,7 +9,7 @@ import stat
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from retrodraft.index.files import Skipped, find_files
 from retrodraft.sessions.views import View, apply_view, registered_views, unregister_view
 
 MAX_FILE_BYTES = 2_000_000
+MAX_TEXT_BYTES = 32 << 20  # of all files together
 PROBE = "def f(x):\n\treturn {'é': x + 12345}\n"  # tells two tokenizers apart by its tokens
 
 Tokens = npt.NDArray[np.int32]
@@ -46,7 +47,7 @@ class Workspace:
         max_token_bytes: of the token ids that are kept, 4 bytes each; what does not fit is tokenised at every call.
     """
 
-    def __init__(self, max_text_bytes: int = 32 << 20, max_token_bytes: int = 128 << 20) -> None:
+    def __init__(self, max_text_bytes: int = MAX_TEXT_BYTES, max_token_bytes: int = 128 << 20) -> None:
         self.max_text_bytes = max_text_bytes
         self.max_token_bytes = max_token_bytes
         self.version = 0  # grows with every change of what the files say
@@ -63,6 +64,26 @@ class Workspace:
         """Paths as they were given, in the order of their first `add`."""
         with self._lock:
             return tuple(self._files)
+
+    def given_texts(self) -> dict[str, str]:
+        """Texts by path of the files whose text was given; those that were read from disk are not among them."""
+        with self._lock:
+            return {name: file.text for name, file in self._files.items() if file.location is None}
+
+    def num_bytes_with(self, sizes: Mapping[str, int]) -> int:
+        """Bytes of all texts if files of these sizes, by path, were taken in."""
+        with self._lock:
+            replaced = sum(self._files[name].num_bytes for name in sizes if name in self._files)
+            return self.num_bytes - replaced + sum(sizes.values())
+
+    def num_tokens(self, text: str, tokenize: Callable[[str], list[int]]) -> int:
+        """Tokens of a text as it is, tokenised once; `token_streams` goes on with what was made here."""
+        tokenizer, form = tuple(tokenize(PROBE)), _digest(text)
+        stream = self._kept(tokenizer, form, self._calls)
+        if stream is None:
+            stream = _stream(text, tokenize)
+            self._keep(tokenizer, form, stream, self._calls)
+        return len(stream)
 
     def add(self, path: str | os.PathLike[str], text: str | None = None) -> None:
         """Take a file in, or its new text.
@@ -181,8 +202,7 @@ class Workspace:
                     written = _form_of(name, view, path, text) if written is None else written
                     if written is None:
                         break
-                    stream = np.array(tokenize(written) if written else [], np.int32)
-                    stream.setflags(write=False)
+                    stream = _stream(written, tokenize)
                     self._keep(tokenizer, form, stream, call)
                 total += len(stream)
                 if max_tokens is not None and total > max_tokens:
@@ -245,6 +265,12 @@ def _form_of(name: str, view: View, path: str, text: str) -> str | None:
             unregister_view(name)
             warnings.warn(f"{error}, on {path!r}; drafting goes on without this view", stacklevel=2)
         return None
+
+
+def _stream(text: str, tokenize: Callable[[str], list[int]]) -> Tokens:
+    stream = np.array(tokenize(text) if text else [], np.int32)
+    stream.setflags(write=False)
+    return stream
 
 
 def _digest(text: str) -> bytes:
