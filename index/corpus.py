@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ DENSE = "dense"  # kind, and folder in that of a corpus, of a dense index of its
 BORDER = -1  # closes each document
 MAX_SHARD_TOKENS = (1 << 31) - 2
 MAX_TOKEN = kernel.MAX_TOKEN
+SMALL_SHARD = 1 << 16  # tokens; a last shard of no more is written anew with what is added
 BYTES_PER_TOKEN = 14  # of memory that building a shard may take at most
 PARTS = ("tokens", "order", "keys", "borders", "names", "name_ends")
 
@@ -134,17 +136,47 @@ class CorpusIndex:
 
     def extend(
         self, documents: Iterable[Document | Sequence[int] | Int32], *, shard_tokens: int = MAX_SHARD_TOKENS
-    ) -> None:
-        """Add documents as new shards, on disk and here; O(their tokens)."""
+    ) -> int:
+        """Add documents behind those that are there, on disk and here; returns the position of the first one.
+
+        They are a new shard, and so are the last shards where these are small, or not larger than twice what is added:
+        however often a corpus is extended, its shards stay few. So the cost is O(their tokens) on average, times the
+        logarithm of the number of calls.
+
+        Raises ValueError if the corpus was replaced by one of another tokenizer, and IndexFormatError if a shard that
+        is written anew is damaged.
+        """
         with writing(self.path) as writer:
-            present = open_store(self.path, KIND)  # another process may have added shards since
-            for name, entry in present.entries.items():
-                writer.keep(name, entry)
-            old = present.info["shards"]
-            new = _write_shards(writer, documents, len(old), shard_tokens)
-            if new:
+            present = CorpusIndex.open(self.path)  # another process may have added shards since
+            if present.fingerprint != self.fingerprint:
+                raise ValueError(f"{self.path} was replaced by a corpus of another tokenizer; open it anew")
+            first, size = [], 0
+            waiting = iter(documents)
+            for document in waiting:
+                first.append(document)
+                size += np.size(document.token_ids if isinstance(document, Document) else document) + 1
+                if size > shard_tokens:
+                    break
+            num_kept = present._num_kept(size, shard_tokens) if size else len(present.arrays)
+            names = [f"{part}-{number}" for number in range(num_kept) for part in PARTS]
+            for name in names:
+                writer.keep(name, present._store.entries[name])
+            present._store.check(set(present._store.entries) - set(names))
+            old = present.info["shards"][:num_kept]
+            new = _write_shards(writer, chain(present.documents(num_kept), first, waiting), num_kept, shard_tokens)
+            if size:
                 writer.commit(KIND, {**present.info, "shards": old + new})
         self._take(open_store(self.path, KIND))
+        return present._num_positions
+
+    def _num_kept(self, added: int, shard_tokens: int) -> int:
+        """How many shards stay as they are where `added` positions come behind them."""
+        number = len(self.arrays)
+        while number and (size := len(self.arrays[number - 1][0])) <= max(2 * added, SMALL_SHARD):
+            if size + added > shard_tokens:
+                break
+            number, added = number - 1, added + size
+        return number
 
     def compact(self, *, shard_tokens: int = MAX_SHARD_TOKENS) -> None:
         """Join shards into as few as `shard_tokens` allows, on disk and here; O(tokens). Checked as in `merge`."""
@@ -242,17 +274,19 @@ class CorpusIndex:
         return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:k]
 
     def occurrences(self, interval: Interval, limit: int = 10) -> list[Occurrence]:
-        """Up to `limit` occurrences, evenly spread over each shard's."""
+        """Up to `limit` occurrences, evenly spread over all."""
         found = []
-        for number, (left, right) in enumerate(interval.ranges):
-            for place in np.unique(np.linspace(left, right - 1, min(limit, right - left), dtype=np.int64)).tolist():
-                found.append(self._occurrence(number, int(self.arrays[number][1][place])))
-        return found[:limit]
+        ends = np.cumsum([right - left for left, right in interval.ranges], dtype=np.int64)
+        for rank in np.unique(np.linspace(0, interval.count - 1, min(limit, interval.count), dtype=np.int64)).tolist():
+            number = int(np.searchsorted(ends, rank, side="right"))
+            place = interval.ranges[number][1] - int(ends[number]) + rank
+            found.append(self._occurrence(number, int(self.arrays[number][1][place])))
+        return found
 
-    def documents(self) -> Iterator[Document]:
-        """Every document with its name, in the order they were added."""
-        for number, (tokens, _, _) in enumerate(self.arrays):
-            start = 0
+    def documents(self, first_shard: int = 0) -> Iterator[Document]:
+        """Every document with its name, in the order they were added; those of earlier shards are left out."""
+        for number in range(first_shard, len(self.arrays)):
+            tokens, start = self.arrays[number][0], 0
             for index, end in enumerate(self._store.arrays[f"borders-{number}"].tolist()):
                 yield Document(tokens[start:end], self._name(number, index))
                 start = end + 1

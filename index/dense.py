@@ -280,8 +280,8 @@ class DenseBuilder:
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough states wait to fit a projection on them."""
-        return self._num_waiting >= FIT_ROWS
+        """Whether there are enough states to fit a projection on, or as many keys by a known one."""
+        return (self._num_waiting if self._index is None else len(self._index)) >= FIT_ROWS
 
     @property
     def has_rows(self) -> bool:

@@ -41,9 +41,9 @@ def find_files(
 ) -> list[FoundFile]:
     """Regular files among `paths` and in the folders among them, each inode once, in the order of the paths.
 
-    A file that is named itself is always taken. Inside folders links are never followed: what they point to inside is
-    found anyway, and what lies outside has to be named. Version control's folders, `__pycache__` and stores of this
-    package are left out.
+    A file that is named itself is always taken, and a folder searched. Inside folders links are never followed: what
+    they point to inside is found anyway, and what lies outside has to be named. Version control's folders,
+    `__pycache__` and stores of this package are left out.
 
     Args:
         skipped: gets pipes, sockets, unreadable folders and links to nothing or to what is not searched.
@@ -92,6 +92,8 @@ class _Rules:
 def _walk(root: Path, rules: _Rules, skipped: list[Skipped]) -> Iterator[Path]:
     """Files below `root`, folder by folder, names in order; depth costs no recursion."""
     above = _ignores_above(root) if rules.gitignore else ()
+    if _ignored(root, True, above):
+        above = ()  # it was named itself
     stack: list[tuple[Path, tuple[tuple[Path, GitIgnoreSpec], ...]]] = [(root, above)]
     while stack:
         folder, ignores = stack.pop()

@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,11 @@ class Store:
     def nbytes(self) -> int:
         """Bytes of all array files."""
         return sum(int(entry["bytes"]) for entry in self.entries.values())
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the checksums of some arrays; raises IndexFormatError."""
+        for name in names:
+            _map(self.folder, name, self.entries[name], check=True)
 
 
 def open_store(folder: Path | str, kind: str | None, check: bool = False) -> Store:

@@ -106,39 +106,32 @@ class Harvest:
                 writer.commit(KIND, {"tokenizer": self._facts, "options": {"harvest": True}, "shards": []})
         corpus = CorpusIndex.open(self.path)
         self._check(corpus)
-        corpus.extend(self._documents)
+        start = corpus.extend(self._documents)
         written, self._documents = self._documents, []
         self._num_written += len(written)
         self._num_positions = 0
         if not self._builder.has_rows:
             return
         try:
-            self._builder = DenseBuilder(self._save_keys(corpus, written))
+            self._builder = DenseBuilder(self._save_keys(corpus, written, start))
         except (OSError, ValueError) as error:
             self._builder = DenseBuilder(waits=True)
             self._problem = f"the answers are in {self.path}, but not their keys: {error}"
 
-    def _save_keys(self, corpus: CorpusIndex, written: list[Document]) -> Projection:
-        """Add the keys of answers that the corpus holds now; returns the projection that they were made with."""
+    def _save_keys(self, corpus: CorpusIndex, written: list[Document], start: int) -> Projection:
+        """Add the keys of answers that the corpus holds from `start` on; returns the projection they were made with."""
         from retrodraft.index.dense import DenseIndex
 
         with writing(self.path / DENSE) as writer:
             present = open_dense(corpus, self._rd.model) if has_dense(corpus) else None
             rows = self._builder.finish(None if present is None else present.projection)
             index = DenseIndex(rows.projection) if present is None else present
-            index.take(rows, self._start(corpus, written))
+            wanted = np.concatenate([np.append(document.token_ids, -1) for document in written])
+            if not np.array_equal(tokens_at(corpus, start + np.arange(len(wanted))), wanted):
+                raise ValueError("the index was replaced while the harvest was being written")
+            index.take(rows, start)
             index.write(writer, dense_info(corpus, self._rd.model, num_positions(corpus)))
         return index.projection
-
-    def _start(self, corpus: CorpusIndex, written: list[Document]) -> int:
-        """Position of the first answer: its shard is the last one, unless another process has added one since."""
-        offset = num_positions(corpus)
-        wanted = np.concatenate([np.append(document.token_ids, -1) for document in written])
-        for tokens, _, _ in reversed(corpus.arrays):
-            offset -= len(tokens)
-            if np.array_equal(tokens_at(corpus, offset + np.arange(len(wanted))), wanted):
-                return offset
-        raise ValueError("the index was replaced while the harvest was being written")
 
     def _check(self, corpus: CorpusIndex) -> None:
         corpus.check_tokenizer(self._facts.get("fingerprint", corpus.fingerprint), self._rd.vocab_size)

@@ -9,6 +9,7 @@ import tempfile
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ def test_names_and_places(tmp_path: Path) -> None:
     assert sorted((place.name, place.position) for place in places) == sorted(
         (name.replace("\udcff", "\ufffd"), 4) for name in names
     )
-    assert len(corpus.occurrences(corpus.match([1, 2]), limit=3)) == 3
+    assert [place.name[:1] for place in corpus.occurrences(corpus.match([1, 2]), limit=3)] == ["a", "e", ""]
     assert corpus.following(0, 9).tolist() == [0, 1, 2, 3] and corpus.following(13, 2).tolist() == [1, 2]
     assert corpus.following(4, 9).tolist() == corpus.following(23, 9).tolist() == []
     for position in (-1, 24):
@@ -112,10 +113,9 @@ def test_growing_joining_compacting(tmp_path: Path) -> None:
     whole = CorpusIndex.build(documents, tmp_path / "whole", tokenizer={"fingerprint": "f", "name": "n"})
     grown = CorpusIndex.build(documents[:4], tmp_path / "grown", tokenizer={"fingerprint": "f", "name": "n"})
     other = CorpusIndex.open(tmp_path / "grown")
-    grown.extend(documents[4:8])
-    grown.extend([])
-    other.extend(documents[8:])  # sees the shard that was added behind its back
-    assert len(other.arrays) == 3 and len(grown.arrays) == 2
+    assert grown.extend(documents[4:8]) == 4 * 201 and grown.extend([]) == 8 * 201
+    assert other.extend(documents[8:]) == 8 * 201  # sees what was added behind its back
+    assert (len(other.arrays), len(grown.arrays)) == (1, 1) and grown.num_documents == 8
     first = CorpusIndex.build(documents[:6], tmp_path / "first", tokenizer={"fingerprint": "f"})
     second = CorpusIndex.build(documents[6:], tmp_path / "second", tokenizer={"fingerprint": "f"})
     joined = CorpusIndex.merge([first.path, second.path], tmp_path / "joined")
@@ -136,7 +136,7 @@ def test_growing_joining_compacting(tmp_path: Path) -> None:
 
 
 def test_damage_is_not_taken_over(tmp_path: Path) -> None:
-    """Joining and compacting write new checksums, so they compare the old ones first; adding keeps them."""
+    """Joining, compacting and adding to a small shard write new checksums, so they compare the old ones first."""
     corpus = CorpusIndex.build([[1, 2, 3], [2, 3, 4]], tmp_path / "a")
     (file,) = (tmp_path / "a").glob("tokens-0.*")
     whole = file.read_bytes()
@@ -145,11 +145,48 @@ def test_damage_is_not_taken_over(tmp_path: Path) -> None:
         CorpusIndex.merge([tmp_path / "a"], tmp_path / "b")
     with pytest.raises(IndexFormatError, match="checksum"):
         corpus.compact()
-    corpus.extend([[5, 6]])
     with pytest.raises(IndexFormatError, match="checksum"):
-        CorpusIndex.open(tmp_path / "a", check=True)
+        corpus.extend([[5, 6]])
     file.write_bytes(whole)
+    corpus.extend([[5, 6]])
     assert CorpusIndex.open(tmp_path / "a", check=True).num_documents == 3 and not (tmp_path / "b").exists()
+
+
+def test_shards_stay_few_however_often_a_corpus_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is more than twice as large as the next, and the whole is what one build makes of the documents."""
+    monkeypatch.setattr("retrodraft.index.corpus.SMALL_SHARD", 20)
+    rng = np.random.default_rng(0)
+    documents = [Document(rng.integers(0, 9, int(size)), str(size)) for size in rng.integers(1, 60, 120)]
+    whole = CorpusIndex.build(documents, tmp_path / "whole")
+    grown, taken, kept = CorpusIndex.build(documents[:1], tmp_path / "grown"), 1, 0
+    while taken < len(documents):
+        count = int(rng.integers(1, 5))
+        before = [len(tokens) for tokens, _, _ in grown.arrays]
+        assert grown.extend(documents[taken : taken + count]) == sum(before)
+        taken += count
+        sizes = [len(tokens) for tokens, _, _ in grown.arrays]
+        assert all(size > 2 * after for size, after in pairwise(sizes))
+        kept += len(before) > 1 and sizes[0] == before[0]
+    assert kept > 10
+    assert [(d.name, list(d.token_ids)) for d in grown.documents()] == [
+        (d.name, list(d.token_ids)) for d in whole.documents()
+    ]
+    assert CorpusIndex.open(tmp_path / "grown", check=True).num_tokens == whole.num_tokens
+    context = documents[50].token_ids
+    assert grown.continuations(grown.match(context)) == whole.continuations(whole.match(context))
+    limited = CorpusIndex.build(documents[:1], tmp_path / "limited")
+    for document in documents[1:60]:
+        limited.extend([document], shard_tokens=100)
+    assert max(len(tokens) for tokens, _, _ in limited.arrays) <= 100
+
+
+def test_growing_what_was_replaced(tmp_path: Path) -> None:
+    """O12: tokens of one tokenizer are not added to a corpus of another, which took its place meanwhile."""
+    corpus = CorpusIndex.build([[1, 2]], tmp_path / "a", tokenizer={"fingerprint": "f"})
+    CorpusIndex.build([[3, 4]], tmp_path / "a", tokenizer={"fingerprint": "g"})
+    with pytest.raises(ValueError, match="another tokenizer"):
+        corpus.extend([[5]])
+    assert CorpusIndex.open(tmp_path / "a").num_documents == 1
 
 
 def test_joining_onto_one_of_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,7 @@ def test_gitignore_and_patterns(tmp_path: Path) -> None:
     kept = [".gitignore", "a.py", "src/.gitignore", "src/keep.log", "src/top.txt", "src/deep/f.py"]
     assert names(tmp_path) == kept
     assert names(tmp_path / "src") == [".gitignore", "keep.log", "top.txt", "deep/f.py"]  # rules above hold
+    assert names(tmp_path / "build") == ["c.py"]  # but not against a folder that is named itself
     for folder in (".hg", ".svn", "CVS", "__pycache__"):
         (tmp_path / "src" / folder).mkdir()
         (tmp_path / "src" / folder / "x.py").write_text("10")

@@ -107,7 +107,7 @@ def add(
     max_memory: MaxMemory = "28G",
     as_json: Json = False,
 ) -> None:
-    """Add files to an index as a new shard.
+    """Add files to an index; small shards at its end are written anew with them.
 
     Options are those of build; --dedup compares the new files only.
 
@@ -183,7 +183,9 @@ def query(
 ) -> None:
     """Look up a text's end: what followed it, and where.
 
-    The longest end that occurs is looked up. Documents are samples, spread evenly over the occurrences.
+    The longest end that occurs, of at most 64 tokens, is looked up. Tokens are compared, not letters: most tokenizers
+    make another token of a word behind a space. Of more than 64 occurrences in a shard, continuations are counted in 64
+    and scaled up. Documents are samples, spread evenly over the occurrences.
 
     Example: retrodraft index query my.index "for i in range("
     """
