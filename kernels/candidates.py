@@ -28,6 +28,7 @@ REQUEST, SESSION, WORKSPACE, PREDICTION, GLOBAL, DENSE = 0, 1, 2, 3, 4, 5
 PER_SCOPE = 72  # match numbers of one scope
 NUM_MATCH, NUM_PAIR, NUM_TOKEN = 1 + NUM_SCOPES * PER_SCOPE, 24, 6
 NUM_CELLS = NUM_MATCH * NUM_PAIR * NUM_TOKEN
+FIRST_FOREIGN_CELL = (1 + GLOBAL * PER_SCOPE) * NUM_PAIR * NUM_TOKEN
 MAX_CANDIDATES = 48  # of one node
 MAX_ORDERS = 4  # suffixes of the match that are asked, longest first
 MAX_EDGES = 8  # continuations of one suffix that are looked at, newest first

@@ -17,7 +17,7 @@ from retrodraft.kernels.candidates import GLOBAL, NUM_PAIR, NUM_SHARES, NUM_TOKE
 from retrodraft.kernels.jit import borrowing_njit
 
 NUM_KINDS = 1 + 3 * NUM_SHARES
-FOREIGN_KINDS = 1 + NUM_SHARES  # the first one
+FIRST_FOREIGN_KIND = 1 + NUM_SHARES
 RIGHT, EXPECTED = 0, 1
 DOUBT = 2.0  # expected tokens before which a record counts for little
 FADING = 0.99  # of a record with each token

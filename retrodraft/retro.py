@@ -22,6 +22,7 @@ from retrodraft.kernels import learning
 from retrodraft.kernels.candidates import (
     CONTEXT,
     DENSE,
+    FIRST_FOREIGN_CELL,
     FROM_ADJACENCY,
     GLOBAL,
     NUM_CELLS,
@@ -30,7 +31,7 @@ from retrodraft.kernels.candidates import (
     SESSION,
     WORKSPACE,
 )
-from retrodraft.kernels.confidence import FOREIGN_KINDS, NUM_KINDS
+from retrodraft.kernels.confidence import FIRST_FOREIGN_KIND, NUM_KINDS
 from retrodraft.kernels.suffix_array import MAX_MATCH
 from retrodraft.kernels.tree import build
 from retrodraft.kernels.trie import START
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 ACCEPTED_RATE, REJECTED_RATE = (0.5, 0.25)  # how far a row moves towards logits seen on the text, and beside it
 PRIOR_TRIALS = 20.0  # how many outcomes a shipped hit rate is worth
+FOREIGN_TRIALS = 3.0  # the same of foreign texts, whose rates are copies of the request's
 PUBLISHED_AT_ONCE, PUBLISHED_CONTEXT = 16, 16  # tokens that a running sequence shows to others, and before them
 MAX_SHARDS = 16  # of all corpora together; each is searched at every node that continues a match in it
 
@@ -59,8 +61,9 @@ class Calibration:
     def reset(self) -> None:
         """Return to the shipped priors."""
         self.trials = np.full(NUM_CELLS, PRIOR_TRIALS, np.float32)
+        self.trials[FIRST_FOREIGN_CELL:] = FOREIGN_TRIALS
         self.hits = self._priors * self.trials
-        self.foreign = np.zeros((NUM_KINDS - FOREIGN_KINDS, 2), np.float32)  # how far foreign texts were borne out
+        self.foreign = np.zeros((NUM_KINDS - FIRST_FOREIGN_KIND, 2), np.float32)  # how far foreign texts were borne out
 
     def restore(self, hits: npt.NDArray[np.float32], trials: npt.NDArray[np.float32]) -> None:
         """Take saved counts, float32 [num_cells]; those of another layout, or damaged ones, are left alone."""
@@ -152,7 +155,7 @@ class RetroRow:
         self.spans = np.full(len(shared.corpora), MAX_MATCH, np.int32)
         self.context = np.full(CONTEXT, -1, np.int32)  # the newest tokens
         self.record = np.zeros((NUM_KINDS, 2), np.float32)  # how far this text bears out the hit rates
-        self.record[FOREIGN_KINDS:] = calibration.foreign
+        self.record[FIRST_FOREIGN_KIND:] = calibration.foreign
         self._version = -1  # of the memory, when its matches were taken
         self._unpublished = 0  # tokens emitted since the memory was given some
 
@@ -211,7 +214,7 @@ class RetroRow:
             )  # fmt: skip
             if done < len(token_ids):
                 self.text.reserve(int(token_ids[done]))
-        self.calibration.foreign[:] = self.record[FOREIGN_KINDS:]
+        self.calibration.foreign[:] = self.record[FIRST_FOREIGN_KIND:]
         if self.memory.readers > 1:
             self._unpublished += len(token_ids)
             if self._unpublished >= PUBLISHED_AT_ONCE:

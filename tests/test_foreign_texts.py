@@ -11,7 +11,7 @@ from tiny import repetitive
 
 from retrodraft.index.corpus import CorpusIndex
 from retrodraft.kernels import candidates as c
-from retrodraft.kernels.confidence import EXPECTED, FOREIGN_KINDS, RIGHT, confidence, kind_of
+from retrodraft.kernels.confidence import EXPECTED, FIRST_FOREIGN_KIND, RIGHT, confidence, kind_of
 from retrodraft.retro import RetroRow, RetroStrategy
 from retrodraft.tree import DraftTree
 
@@ -70,10 +70,18 @@ def test_what_is_known_of_a_corpus_goes_on_to_the_next_text(tmp_path: Path) -> N
     for token in (20, 1, 2) * 9:  # the corpus goes on from the last two otherwise each time
         read(row, token)
     record = strategy.calibration.foreign
-    assert record[:, EXPECTED].sum() > 0.3 and not record[:, RIGHT].any()
-    assert (row.record[FOREIGN_KINDS:] == record).all() and (begun().record[FOREIGN_KINDS:] == record).all()
-    assert not begun().record[:FOREIGN_KINDS].any()
+    assert record[:, EXPECTED].sum() > 0.2 and not record[:, RIGHT].any()
+    assert (row.record[FIRST_FOREIGN_KIND:] == record).all() and (begun().record[FIRST_FOREIGN_KIND:] == record).all()
+    assert not begun().record[:FIRST_FOREIGN_KIND].any()
     record[:, EXPECTED] = 40.0
     assert drafts_of_corpus() == 0
     strategy.reset()
     assert drafts_of_corpus() > 0
+
+
+def test_hit_rates_of_foreign_texts_are_soon_their_own() -> None:
+    """Which cells they are is read from the kind of evidence."""
+    strategy = RetroStrategy(VOCAB)
+    kinds = np.array([kind_of(cell) for cell in range(c.NUM_CELLS)])
+    trials = strategy.calibration.trials
+    assert set(trials[kinds >= FIRST_FOREIGN_KIND]) == {3.0} and set(trials[kinds < FIRST_FOREIGN_KIND]) == {20.0}
