@@ -8,6 +8,7 @@ share their pages; a token costs 8.5 bytes on disk.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -150,8 +151,8 @@ class CorpusIndex:
             present = CorpusIndex.open(self.path)  # another process may have added shards since
             if present.fingerprint != self.fingerprint:
                 raise ValueError(f"{self.path} was replaced by a corpus of another tokenizer; open it anew")
-            first, size = [], 0
-            waiting = iter(documents)
+            first: deque[Document | Sequence[int] | Int32] = deque()
+            size, waiting = 0, iter(documents)
             for document in waiting:
                 first.append(document)
                 size += np.size(document.token_ids if isinstance(document, Document) else document) + 1
@@ -163,7 +164,9 @@ class CorpusIndex:
                 writer.keep(name, present._store.entries[name])
             present._store.check(set(present._store.entries) - set(names))
             old = present.info["shards"][:num_kept]
-            new = _write_shards(writer, chain(present.documents(num_kept), first, waiting), num_kept, shard_tokens)
+            new = _write_shards(
+                writer, chain(present.documents(num_kept), _drained(first), waiting), num_kept, shard_tokens
+            )
             if size:
                 writer.commit(KIND, {**present.info, "shards": old + new})
         self._take(open_store(self.path, KIND))
@@ -311,6 +314,12 @@ class CorpusIndex:
         ends = self._store.arrays[f"name_ends-{number}"]
         start = int(ends[index - 1]) if index else 0
         return self._store.arrays[f"names-{number}"][start : int(ends[index])].tobytes().decode("utf-8", "replace")
+
+
+def _drained(documents: deque[Document | Sequence[int] | Int32]) -> Iterator[Document | Sequence[int] | Int32]:
+    """All of them; each leaves memory as it is taken."""
+    while documents:
+        yield documents.popleft()
 
 
 def _write_shards(
