@@ -42,7 +42,7 @@ READ_ATTEMPTS = 100  # commits of others that may fall between a reader's manife
 DTYPES = ("|u1", "<u2", "<i4", "<i8", "<u8", "<f2", "<f4")
 _BUILD_ID = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[a-z][a-z0-9_-]*\.[0-9a-f]{32}\.bin")
-_STRAY = re.compile(r"[a-z][a-z0-9_-]*\.[0-9a-f]{32}\.(bin|json)")
+_STRAY = re.compile(r"[a-z][a-z0-9_-]*\.[0-9a-f]{32}\.(bin|json)|\.filelock-.*")  # the latter for moments, by filelock
 
 Array = npt.NDArray[Any]
 
@@ -200,7 +200,7 @@ def is_store(folder: Path | str) -> bool:
     names = os.listdir(folder)
     if MANIFEST in names:
         return _names_format(Path(folder))
-    return LOCK in names and all(name == LOCK or _STRAY.fullmatch(name) for name in names)
+    return bool(names) and all(name == LOCK or _STRAY.fullmatch(name) for name in names)
 
 
 def _names_format(folder: Path) -> bool:

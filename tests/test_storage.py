@@ -244,8 +244,16 @@ def test_a_first_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert check(tmp_path / "new") == 1
 
 
-def test_writers_wait_through_failures_of_others(tmp_path: Path) -> None:
-    """The folder of a failed first save vanishes while others wait for its lock; each is still alone in it."""
+@pytest.mark.parametrize("anonymous_files", [True, False])
+def test_writers_wait_through_failures_of_others(
+    anonymous_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of a failed first save vanishes while others wait for its lock; each is still alone in it.
+
+    Where a file system has no anonymous files, filelock tries it out with a named one, which others may see.
+    """
+    if not anonymous_files:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     busy, crowds = [0], []
 
     def fail(number: int) -> None:
@@ -260,6 +268,14 @@ def test_writers_wait_through_failures_of_others(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fail, range(48)))
     assert crowds == [1] * 48 and list(tmp_path.rglob("*")) in ([], [tmp_path / "store"])
+
+
+def test_files_of_the_lock_are_not_foreign(tmp_path: Path) -> None:
+    left = tmp_path / "store" / f".filelock-probe-{'0a' * 16}"
+    left.parent.mkdir()
+    left.touch()
+    save(tmp_path / "store", 1)
+    assert check(tmp_path / "store") == 1 and not left.exists()
 
 
 def test_fingerprints() -> None:
