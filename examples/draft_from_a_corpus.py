@@ -7,7 +7,8 @@ import torch
 
 import retrodraft
 from retrodraft import RetroDraft
-from retrodraft.index import CorpusIndex, Document, tokenizer_fingerprint
+from retrodraft.index import CorpusIndex, tokenizer_facts
+from retrodraft.index.ingest import IngestReport, Text, tokenize
 from retrodraft.models import load_model
 
 model, tokenizer = load_model()
@@ -19,9 +20,8 @@ plain = model.generate(**prompt, **options)
 
 with TemporaryDirectory() as folder:
     # What `retrodraft index build tree.py stats.py outputs.py -o my.index` does, for files of any number and size.
-    documents = [Document(tokenizer(text).input_ids, name) for name, text in texts.items()]
-    facts = {"name": "embedded", "fingerprint": tokenizer_fingerprint(tokenizer), "vocab_size": len(tokenizer)}
-    CorpusIndex.build(documents, f"{folder}/my.index", tokenizer=facts)
+    documents = tokenize([Text(name, text) for name, text in texts.items()], tokenizer, IngestReport())
+    CorpusIndex.build(documents, f"{folder}/my.index", tokenizer=tokenizer_facts(tokenizer))
 
     for name, corpora in (("without", []), ("with", [f"{folder}/my.index"])):
         rd = RetroDraft(model, tokenizer, corpora=corpora)

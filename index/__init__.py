@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from retrodraft.index.adjacency import AdjacencyRows
     from retrodraft.index.corpus import CorpusIndex, Document
     from retrodraft.index.dense import DenseIndex
-    from retrodraft.index.fingerprint import tokenizer_fingerprint
+    from retrodraft.index.fingerprint import tokenizer_facts, tokenizer_fingerprint
     from retrodraft.index.ngram import NgramStore
     from retrodraft.index.storage import IndexBusyError, IndexFormatError
     from retrodraft.index.suffix_automaton import SuffixAutomaton
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdjacencyRows": "adjacency", "CorpusIndex": "corpus", "DenseIndex": "dense", "Document": "corpus",
     "IndexBusyError": "storage", "IndexFormatError": "storage", "NgramStore": "ngram",
-    "SuffixAutomaton": "suffix_automaton", "tokenizer_fingerprint": "fingerprint",
+    "SuffixAutomaton": "suffix_automaton", "tokenizer_facts": "fingerprint",
+    "tokenizer_fingerprint": "fingerprint",
 }  # fmt: skip
 
 __all__ = [
     "AdjacencyRows", "CorpusIndex", "DenseIndex", "Document", "IndexBusyError", "IndexFormatError", "NgramStore",
-    "SuffixAutomaton", "tokenizer_fingerprint",
+    "SuffixAutomaton", "tokenizer_facts", "tokenizer_fingerprint",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from sortedcontainers import SortedDict
 
-from retrodraft.index.storage import IndexFormatError, Store, StoreWriter, open_store, writing
+from retrodraft.index.storage import MANIFEST, IndexFormatError, Store, StoreWriter, open_store, writing
 from retrodraft.kernels import suffix_array as kernel
 from retrodraft.kernels.suffix_sorting import suffix_array
 
@@ -100,6 +101,7 @@ class CorpusIndex:
         with writing(path) as writer:
             shards = _write_shards(writer, documents, 0, shard_tokens)
             writer.commit(KIND, {"tokenizer": tokenizer or {}, "options": options or {}, "shards": shards})
+        _drop_dense(path)
         return cls.open(path)
 
     @classmethod
@@ -108,8 +110,12 @@ class CorpusIndex:
         return cls(open_store(path, KIND, check))
 
     @classmethod
-    def merge(cls, paths: Sequence[Path | str], path: Path | str) -> CorpusIndex:
+    def merge(
+        cls, paths: Sequence[Path | str], path: Path | str, *, options: dict[str, Any] | None = None
+    ) -> CorpusIndex:
         """Write the shards of several corpora as one corpus; checksums are compared, so that no damage is taken over.
+
+        `options` are kept in the manifest; the paths, where there are none.
 
         Raises:
             ValueError: no corpora are given, their tokenizers differ, or `path` is one of them.
@@ -131,18 +137,23 @@ class CorpusIndex:
                     for part in PARTS:
                         writer.add(f"{part}-{len(shards)}", corpus._store.arrays[f"{part}-{number}"])
                     shards.append(shard)
-            options = {"merged": [str(source) for source in paths]}
-            writer.commit(KIND, {"tokenizer": corpora[0].info["tokenizer"], "options": options, "shards": shards})
+            chosen = {"merged": [str(source) for source in paths]} if options is None else options
+            writer.commit(KIND, {"tokenizer": corpora[0].info["tokenizer"], "options": chosen, "shards": shards})
+        _drop_dense(path)
         return cls.open(path)
 
     def extend(
-        self, documents: Iterable[Document | Sequence[int] | Int32], *, shard_tokens: int = MAX_SHARD_TOKENS
+        self,
+        documents: Iterable[Document | Sequence[int] | Int32],
+        *,
+        shard_tokens: int = MAX_SHARD_TOKENS,
+        options: dict[str, Any] | None = None,
     ) -> int:
         """Add documents behind those that are there, on disk and here; returns the position of the first one.
 
         They are a new shard, and so are the last shards where these are small, or not larger than twice what is added:
         however often a corpus is extended, its shards stay few. So the cost is O(their tokens) on average, times the
-        logarithm of the number of calls.
+        logarithm of the number of calls. `options` join those in the manifest, under `added`.
 
         Raises ValueError if the corpus was replaced by one of another tokenizer, and IndexFormatError if a shard that
         is written anew is damaged.
@@ -168,7 +179,10 @@ class CorpusIndex:
                 writer, chain(present.documents(num_kept), _drained(first), waiting), num_kept, shard_tokens
             )
             if size:
-                writer.commit(KIND, {**present.info, "shards": old + new})
+                chosen = present.info.get("options", {})
+                if options is not None:
+                    chosen = {**chosen, "added": [*chosen.get("added", []), options]}
+                writer.commit(KIND, {**present.info, "options": chosen, "shards": old + new})
         self._take(open_store(self.path, KIND))
         return present._num_positions
 
@@ -241,22 +255,22 @@ class CorpusIndex:
 
     def find(self, token_ids: Sequence[int] | Int32) -> Interval:
         """Where all of `token_ids` occur, in this order. O(log tokens) a shard."""
-        context = np.asarray(token_ids, np.int32)
+        context = _known(token_ids)
         size = len(context)
-        if size and not 0 <= int(context.min()) <= int(context.max()) <= MAX_TOKEN:
+        if BORDER in context:
             return Interval(size, ((0, 0),) * len(self.arrays))
         return Interval(size, tuple(kernel.find(*shard, context, size, size) for shard in self.arrays))
 
     def match(self, context: Sequence[int] | Int32) -> Interval:
         """The longest suffix of `context`, of at most 64 tokens, that occurs in some shard. O(log tokens) a shard."""
-        tail = np.asarray(context, np.int32)[-kernel.MAX_MATCH :]
+        tail = _known(context[-kernel.MAX_MATCH :])
         matches = [kernel.longest_match(*shard, tail, len(tail)) for shard in self.arrays]
         longest = max((length for length, _, _ in matches), default=0)
         return self.find(tail[len(tail) - longest :])
 
     def shorter(self, context: Sequence[int] | Int32, interval: Interval) -> Interval:
         """The longest suffix of `context` that is shorter than a match of it and occurs more often."""
-        tail = np.asarray(context, np.int32)[-kernel.MAX_MATCH :]
+        tail = _known(context[-kernel.MAX_MATCH :])
         shards = zip(self.arrays, interval.ranges, strict=True)
         wider = [kernel.widen(*shard, tail, len(tail), left, right) for shard, (left, right) in shards]
         longest = max((length for length, _, _ in wider), default=0)
@@ -266,8 +280,10 @@ class CorpusIndex:
         """`(token, count)` of the k tokens that most often follow, most frequent first.
 
         Counts are exact up to 64 occurrences a shard; of more, 64 evenly spread ones are counted and scaled up. A
-        document's end is no token, so counts may sum to less than the interval's.
+        document's end is no token, so counts may sum to less than the interval's. Raises ValueError unless k >= 0.
         """
+        if k < 0:
+            raise ValueError(f"k must be at least 0, got {k}")
         counts: dict[int, int] = {}
         tokens, numbers = np.empty(kernel.MAX_SAMPLES, np.int32), np.empty(kernel.MAX_SAMPLES, np.int32)
         for (text, order, _), (left, right) in zip(self.arrays, interval.ranges, strict=True):
@@ -314,6 +330,22 @@ class CorpusIndex:
         ends = self._store.arrays[f"name_ends-{number}"]
         start = int(ends[index - 1]) if index else 0
         return self._store.arrays[f"names-{number}"][start : int(ends[index])].tobytes().decode("utf-8", "replace")
+
+
+def _known(token_ids: Sequence[int] | Int32) -> Int32:
+    """The ids as int32; what no document can hold becomes BORDER, which nothing matches."""
+    ids = np.asarray(token_ids)
+    return np.where((ids < 0) | (ids > MAX_TOKEN), BORDER, ids).astype(np.int32)
+
+
+def _drop_dense(path: Path | str) -> None:
+    """Remove the dense index of a corpus that was replaced: its keys stand for positions that are gone."""
+    folder = Path(path) / DENSE
+    if (folder / MANIFEST).exists():
+        with writing(folder):  # which takes away what no manifest names
+            (folder / MANIFEST).unlink()
+        with suppress(OSError):  # something else lies there
+            folder.rmdir()
 
 
 def _drained(documents: deque[Document | Sequence[int] | Int32]) -> Iterator[Document | Sequence[int] | Int32]:
@@ -403,7 +435,8 @@ def _check_shards(store: Store) -> None:
     wanted = {"name": str, "fingerprint": str, "vocab_size": int}
     if any(not isinstance(tokenizer[key], wanted[key]) for key in tokenizer if key in wanted):
         raise IndexFormatError(f"{store.folder}: the manifest's facts about the tokenizer are damaged")
-    if not isinstance(store.info.get("options", {}), dict):
+    options = store.info.get("options", {})
+    if not isinstance(options, dict) or not isinstance(options.get("added", []), list):
         raise IndexFormatError(f"{store.folder}: the manifest's options are damaged")
     for number, shard in enumerate(shards):
         if not isinstance(shard, dict) or any(type(shard.get(fact)) is not int for fact in facts):

@@ -16,7 +16,7 @@ from typing import Any
 
 from retrodraft.index.corpus import CorpusIndex
 from retrodraft.index.files import FoundFile, find_files
-from retrodraft.index.fingerprint import tokenizer_fingerprint, tokenizer_size
+from retrodraft.index.fingerprint import tokenizer_facts
 from retrodraft.index.ingest import IngestReport, read_texts, tokenize
 
 
@@ -50,6 +50,8 @@ def build_distributed(
     except ImportError as error:
         raise ImportError("building with Dask needs it: pip install 'retrodraft[distributed]'") from error
 
+    if isinstance(paths, (str, Path)):
+        raise ValueError(f"paths must be a list of files and folders, got {paths!r}; put it into one")
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}")
     report = IngestReport()
@@ -68,7 +70,8 @@ def build_distributed(
             report.skipped += part.skipped
         if report.num_documents == 0:
             raise ValueError(f"nothing to index in {', '.join(map(str, paths))}: no text was found")
-        corpus = CorpusIndex.merge([parts / str(number) for number in range(len(groups))], output)
+        options = {"paths": [str(path) for path in paths], "field": text_field, "role": role, **find_options}
+        corpus = CorpusIndex.merge([parts / str(number) for number in range(len(groups))], output, options=options)
     finally:
         shutil.rmtree(parts, ignore_errors=True)
     return corpus, report
@@ -79,10 +82,8 @@ def _build_part(
 ) -> IngestReport:
     report = IngestReport()
     tokenizer = load_tokenizer()
-    facts = {"fingerprint": tokenizer_fingerprint(tokenizer), "vocab_size": tokenizer_size(tokenizer)}
-    facts["name"] = getattr(tokenizer, "name_or_path", "")
     texts = read_texts(files, report, text_field=text_field, role=role)
-    CorpusIndex.build(tokenize(texts, tokenizer, report), folder, tokenizer=facts)
+    CorpusIndex.build(tokenize(texts, tokenizer, report), folder, tokenizer=tokenizer_facts(tokenizer))
     return report
 
 

@@ -38,6 +38,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
+def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
+    """What a corpus keeps of its tokenizer: the `name` it was loaded by, `fingerprint` and `vocab_size`."""
+    return {
+        "name": str(getattr(tokenizer, "name_or_path", "")), "fingerprint": tokenizer_fingerprint(tokenizer),
+        "vocab_size": tokenizer_size(tokenizer),
+    }  # fmt: skip
+
+
 def tokenizer_size(tokenizer: Any) -> int:
     """Number of token ids that the tokenizer can give, added tokens included."""
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)

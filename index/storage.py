@@ -15,6 +15,7 @@ Names in a manifest are plain file names of the folder; links are not followed, 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -36,6 +37,7 @@ from filelock import FileLock, Timeout
 FORMAT, VERSION = "retrodraft-index", 1
 MANIFEST, LOCK = "manifest.json", ".lock"
 HEADER_BYTES = 64
+SMALL_FILE = 1 << 16  # bytes; no larger array is read instead of mapped, so that many small ones keep no file open
 MAX_MANIFEST_BYTES = 64 << 20
 LOCK_SECONDS = 120.0  # how long a writer waits for another one
 READ_ATTEMPTS = 100  # commits of others that may fall between a reader's manifest and its arrays
@@ -306,13 +308,26 @@ def _map(folder: Path, name: str, entry: dict[str, Any], check: bool) -> Array:
         size = os.fstat(file.fileno()).st_size
         if size != entry["bytes"]:
             raise IndexFormatError(f"{path}: {size} bytes, the manifest says {entry['bytes']}: cut or overwritten")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        data = file.read() if size <= SMALL_FILE else _mapped(path, file.fileno())
     header = (FORMAT.encode().ljust(32) + entry["build_id"].encode()).ljust(HEADER_BYTES)
     if data[:HEADER_BYTES] != header:
         raise IndexFormatError(f"{path}: its header is not that of build {entry['build_id']}: from another build?")
     if check and hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise IndexFormatError(f"{path}: the checksum of {name!r} differs: the file was changed")
     return np.frombuffer(data, np.dtype(entry["dtype"]), offset=HEADER_BYTES).reshape(entry["shape"])
+
+
+def _mapped(path: Path, descriptor: int) -> mmap.mmap:
+    """Keeps a descriptor of its own open as long as the array is used."""
+    try:
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise IndexFormatError(f"{path} can't be mapped: {_reason(error)}") from error
+
+
+def _reason(error: OSError) -> str:
+    many = error.errno in (errno.EMFILE, errno.ENFILE)
+    return f"{error.strerror or error}{': compact the index, or raise the limit (ulimit -n)' if many else ''}"
 
 
 def _open(folder: Path, name: str) -> int:
@@ -325,7 +340,7 @@ def _open(folder: Path, name: str) -> int:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise IndexFormatError(f"{path} can't be read: {error.strerror or error}") from error
+        raise IndexFormatError(f"{path} can't be read: {_reason(error)}") from error
     if not regular:
         raise IndexFormatError(f"{path} is not a regular file")
     return descriptor

@@ -21,7 +21,7 @@ try:
     from retrodraft import __version__
     from retrodraft.commands import index, replay, serve, session
     from retrodraft.commands.documents import standard_input
-    from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, load, wrap
+    from retrodraft.commands.shared import Attn, Budget, Corpus, Dense, Device, Dtype, Model, Threads, load, wrap
     from retrodraft.options import STRATEGY_NAMES, check_temperature
 except KeyboardInterrupt:  # most of a command's first moments; `main` is not there yet to catch it
     sys.exit(INTERRUPTED)
@@ -44,7 +44,6 @@ UsageError: Any = typer.BadParameter.__base__  # what a mistyped option raises; 
 
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the sampling.")]
 Strategy = Annotated[str, typer.Option(help=f"{STRATEGY_NAMES}.")]
-Corpus = Annotated[list[Path] | None, typer.Option(help="Index that retro drafts from besides; repeatable.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -75,7 +74,7 @@ def generate(
     seed: Seed = 0,
     raw: Annotated[bool, typer.Option(help="Feed the prompt as it is, without the chat template.")] = False,
     corpus: Corpus = None,
-    dense: Annotated[bool, typer.Option("--dense", help="Draft by the model's state too: index dense build.")] = False,
+    dense: Dense = False,
 ) -> None:
     """Stream the model's answer, then say on standard error what drafting saved.
 

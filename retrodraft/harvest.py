@@ -39,17 +39,11 @@ class Harvest:
 
     def __init__(self, rd: RetroDraft, index: CorpusIndex | Path | str) -> None:
         from retrodraft.index.dense import DenseBuilder
-        from retrodraft.index.fingerprint import tokenizer_fingerprint, tokenizer_size
+        from retrodraft.index.fingerprint import tokenizer_facts
 
         self.path = index.path if isinstance(index, CorpusIndex) else Path(index)
         self._rd = rd
-        tokenizer = rd.tokenizer
-        self._facts: dict[str, Any] = {}
-        if tokenizer is not None:
-            self._facts = {
-                "name": str(tokenizer.name_or_path), "fingerprint": tokenizer_fingerprint(tokenizer),
-                "vocab_size": tokenizer_size(tokenizer),
-            }  # fmt: skip
+        self._facts: dict[str, Any] = {} if rd.tokenizer is None else tokenizer_facts(rd.tokenizer)
         self._documents: list[Document] = []  # that are not written yet
         self._num_positions = 0  # of these
         self._num_written = 0

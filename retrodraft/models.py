@@ -90,9 +90,11 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
     """The tokenizer of a model; raises ValueError as `load_model` does."""
     source = _source(name, "tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # see above
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # see above
     except _LOAD_ERRORS as error:
         raise ValueError(f"tokenizer {name!r} can't be loaded: {_first_line(error)}") from error
+    tokenizer.name_or_path = name  # which an index keeps; not a folder of the cache
+    return tokenizer
 
 
 def check_template(text: str, name: str) -> None:

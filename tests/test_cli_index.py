@@ -87,7 +87,7 @@ def test_build_info_and_query(built: Path) -> None:
     assert found["matched"].endswith("for i in range(10):\n") and found["occurrences"] == 2
     assert found["continuations"][0] == {"token": 220, "text": " ", "count": 2, "share": 1.0}
     assert {Path(item["name"]).name for item in found["documents"]} == {"a.py", "b with space.py"}
-    assert "occurrences 2" in retrodraft_here("index", "query", built, "-", stdin="range(10):\n").stdout
+    assert "occurrences 2:" in retrodraft_here("index", "query", built, "-", stdin="range(10):\n").stdout
     assert result_of("query", built, "stop <|im_end|>")["match_length"] == 15  # spelled out, not the control token
     assert result_of("query", built, "\x01")["continuations"] == []
     found = result_of("query", built, "")
@@ -111,7 +111,10 @@ def test_chat_roles_fields_and_standard_input(tokenizer: Path, sources: Path, tm
 
 def test_add_merge_compact_verify(built: Path, sources: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("for i in range(10):\n    more()\n" * 3)
-    assert result_of("add", built, tmp_path / "more.txt")["num_shards"] == 1  # small ones are written anew together
+    facts = result_of("add", built, tmp_path / "more.txt", "--dedup")
+    assert facts["num_shards"] == 1  # small ones are written anew together
+    added = {"paths": [str(tmp_path / "more.txt")], "gitignore": True, "dedup": True}
+    assert facts["options"]["paths"] == [str(sources)] and facts["options"]["added"] == [added]
     assert result_of("query", built, "for i in range(10):\n")["occurrences"] == 5
     merged = result_of("merge", built, built, "-o", tmp_path / "merged")
     assert merged["num_shards"] == 2 and merged["num_documents"] == 12
@@ -130,6 +133,8 @@ def test_add_merge_compact_verify(built: Path, sources: Path, tmp_path: Path) ->
 def test_eval(built: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "zzz"}, {"role": "assistant", "content": "the answer is 42"}]
     (tmp_path / "w.jsonl").write_text(json.dumps({"id": 1, "messages": messages}))
+    result = result_of("eval", built, "--workload", tmp_path / "w.jsonl", "--role", "")
+    assert result["num_documents"] == 2
     result = result_of("eval", built, "--workload", tmp_path / "w.jsonl")
     assert result["num_documents"] == 1 and result["num_positions"] == 15 and result["tokens_per_forward"] > 2
     assert "tokens per forward" in retrodraft_here("index", "eval", built, "--workload", tmp_path / "w.jsonl").stdout
@@ -151,6 +156,8 @@ def test_nothing_to_index(tokenizer: Path, tmp_path: Path) -> None:
     for _ in range(2):
         done = retrodraft_here("index", "build", tmp_path / "in", "-o", tmp_path / "out", "--tokenizer", tokenizer)
         assert done.returncode == 2 and "nothing to index" in done.stderr and "Traceback" not in done.stderr
+        done = retrodraft_here("index", "build", "-", "-o", tmp_path / "out", "--tokenizer", tokenizer, stdin="")
+        assert done.returncode == 2 and "nothing to index in standard input: no text" in done.stderr
         assert not (tmp_path / "out").exists()
         (tmp_path / "in" / "empty.txt").touch()
     (tmp_path / "in" / "one.txt").write_text("x")
@@ -166,6 +173,15 @@ def test_repeats(tokenizer: Path, tmp_path: Path) -> None:
     facts = result_of("build", tmp_path / "in", "--dedup", *common)
     assert facts["num_documents"] == 1 and facts["num_duplicates"] == 999
     assert result_of("build", tmp_path / "in", *common)["num_documents"] == 1000
+    found = result_of("query", tmp_path / "out", "the same")
+    assert found["sampled"] and found["occurrences"] == 1000 and found["continuations"][0]["count"] == 1000
+    assert (
+        "occurrences 1000, continuations counted in samples"
+        in retrodraft_here("index", "query", tmp_path / "out", "the same").stdout
+    )
+    (tmp_path / "two.jsonl").write_text('{"text": "once"}\n' * 2)
+    done = retrodraft_here("index", "build", tmp_path / "two.jsonl", "--dedup", *common)
+    assert "left out 1 repeated document\n" in done.stderr
 
 
 def test_shards_under_a_memory_limit(tokenizer: Path, tmp_path: Path) -> None:
@@ -189,9 +205,10 @@ def test_shards_under_a_memory_limit(tokenizer: Path, tmp_path: Path) -> None:
         ["compact", "{root}/nothing"], ["verify", "{root}/nothing"], ["build", "", "-o", "{root}/o"],
         ["build", "{root}", "-o", "{root}/link"], ["build", "{root}/file", "-o", "{root}/o", "--include", "!"],
         ["add", "{root}/nothing", "{root}/file"],
-        ["build", "{root}/file", "-o", "/proc/x/y"],
+        ["build", "{root}/file", "-o", "/proc/x/y"], ["build", "{root}/file", "-o", "{root}/o", "--role", ""],
+        ["build", "{root}/file", "-o", "{root}/o", "--field", " "],
     ],
-    ids=range(21),
+    ids=range(23),
 )  # fmt: skip
 def test_bad_input(arguments: list[str], tokenizer: Path, tmp_path: Path) -> None:
     """One line on standard error, exit code 2, no traceback, nothing written."""

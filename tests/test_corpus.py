@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrodraft.index import CorpusIndex, Document, IndexFormatError
-from retrodraft.index.corpus import BYTES_PER_TOKEN, MAX_TOKEN
+from retrodraft.index.corpus import BYTES_PER_TOKEN, DENSE, MAX_TOKEN
 from retrodraft.index.evaluation import evaluate
+from retrodraft.index.storage import MANIFEST, writing
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -187,6 +189,51 @@ def test_growing_what_was_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another tokenizer"):
         corpus.extend([[5]])
     assert CorpusIndex.open(tmp_path / "a").num_documents == 1
+
+
+def test_keys_of_what_was_replaced_go(tmp_path: Path) -> None:
+    """A dense index stands for positions: it stays while a corpus grows, and goes when another takes its place."""
+    ways: list[Callable[[], CorpusIndex]] = [
+        lambda: CorpusIndex.build([[3, 4]], tmp_path / "a"),
+        lambda: CorpusIndex.merge([tmp_path / "b"], tmp_path / "a"),
+    ]
+    for replace in ways:
+        for name in ("a", "b"):
+            CorpusIndex.build([[1, 2]], tmp_path / name)
+        with writing(tmp_path / "a" / DENSE) as writer:
+            writer.add("positions", np.arange(2, dtype=np.int64))
+            writer.commit(DENSE, {})
+        CorpusIndex.open(tmp_path / "a").extend([[5]])
+        assert (tmp_path / "a" / DENSE / MANIFEST).exists()
+        replace()
+        assert not (tmp_path / "a" / DENSE).exists()
+
+
+def test_many_shards_and_few_open_files(tmp_path: Path) -> None:
+    """Small shards keep no file open; for large ones a low limit is named."""
+    CorpusIndex.build([[1, 2]], tmp_path / "small")
+    CorpusIndex.merge([tmp_path / "small"] * 300, tmp_path / "many")
+    CorpusIndex.build([np.arange(20_000)], tmp_path / "large")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, hard))
+    try:
+        assert CorpusIndex.open(tmp_path / "many").find([1, 2]).count == 300
+        with pytest.raises(IndexFormatError, match="ulimit"):
+            CorpusIndex.open(tmp_path / "large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert CorpusIndex.open(tmp_path / "large").num_tokens == 20_000
+
+
+def test_ids_that_no_document_holds(tmp_path: Path) -> None:
+    corpus = CorpusIndex.build([[1, 2, 3]], tmp_path / "a")
+    for other in (-1, MAX_TOKEN + 1, 2**40):
+        assert corpus.find([other]).count == corpus.find([1, other]).count == 0
+        assert corpus.match([1, other, 2]) == corpus.find([2]) and corpus.match([other]).length == 0
+    with pytest.raises(ValueError, match="k must be at least 0"):
+        corpus.continuations(corpus.find([1]), -1)
 
 
 def test_joining_onto_one_of_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,6 @@ def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, list[
 
 def copied(path: Path, target: Path) -> CorpusIndex:
     """The corpus and its dense index in another folder."""
-    import shutil
-
     shutil.copytree(path, target)
     return CorpusIndex.open(target)
 
@@ -212,13 +211,12 @@ def test_an_index_that_does_not_belong(answered: Any, tmp_path: Path) -> None:
     corpus.extend([[5, 6, 7]])
     RetroDraft(model, corpora=[tmp_path / "a"], dense=True)  # what is added later leaves the old positions valid
     documents = [list(document.token_ids) for document in corpus.documents()]
-    CorpusIndex.build(documents[1:] + documents[:1], tmp_path / "a")
-    with pytest.raises(IndexFormatError, match="other documents.*dense build"):
-        RetroDraft(model, corpora=[tmp_path / "a"], dense=True)
-    CorpusIndex.build(documents[:2], tmp_path / "a")
-    with pytest.raises(IndexFormatError, match="other documents"):
-        RetroDraft(model, corpora=[tmp_path / "a"], dense=True)
-    RetroDraft(model, corpora=[tmp_path / "a"])
+    for name, others in (("turned", documents[1:] + documents[:1]), ("short", documents[:2])):
+        other = CorpusIndex.build(others, tmp_path / name)
+        shutil.copytree(tmp_path / "a" / "dense", tmp_path / name / "dense")
+        with pytest.raises(IndexFormatError, match="other documents.*dense build"):
+            RetroDraft(model, corpora=[other], dense=True)
+        RetroDraft(model, corpora=[other])
     with pytest.raises(IndexFormatError, match=r"no dense index.*harvest"):
         RetroDraft(model, corpora=[CorpusIndex.build(documents, tmp_path / "b")], dense=True)
     with pytest.raises(ValueError, match="pass corpora"):

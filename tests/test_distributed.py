@@ -38,6 +38,7 @@ def test_parts_are_joined(sources: Path, tmp_path: Path) -> None:
     assert max(sizes) < 1.3 * min(sizes)
     assert corpus.find(list(byte_tokenizer().encode("the same").ids)).count == 210
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "sources"]
+    assert corpus.info["options"] == {"paths": [str(sources)], "field": None, "role": None}
     CorpusIndex.open(tmp_path / "out", check=True)
 
 
@@ -54,4 +55,6 @@ def test_nothing_and_bad_numbers(tmp_path: Path) -> None:
         build_distributed([tmp_path / "empty"], tmp_path / "out", byte_tokenizer, num_parts=2)
     with pytest.raises(ValueError, match="num_parts"):
         build_distributed([tmp_path], tmp_path / "out", byte_tokenizer, num_parts=0)
+    with pytest.raises(ValueError, match="must be a list"):
+        build_distributed(str(tmp_path), tmp_path / "out", byte_tokenizer, num_parts=1)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from command import retrodraft_here
 from safetensors.torch import load_file, save_file
 
 from retrodraft import RetroDraft
+from retrodraft.index import CorpusIndex
 from retrodraft.models import embedded_folder, load_model, load_tokenizer
 from retrodraft.workloads import render_prompt
 
@@ -36,15 +38,19 @@ def test_embedded_model_speaks_and_stops(embedded: tuple[Any, Any]) -> None:
     assert rd.generate(prompt, do_sample=True, temperature=0.8, top_p=0.9, **options).tolist() == expected.tolist()
 
 
-def test_copying_saves_forwards(embedded: tuple[Any, Any]) -> None:
-    """On a text that repeats, the real model's output comes in a fraction of the forwards."""
+def test_copying_saves_forwards(embedded: tuple[Any, Any], tmp_path: Path) -> None:
+    """On a text that repeats, the real model's output comes in a fraction of the forwards; its harvest can be read."""
     model, tokenizer = embedded
     code = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n"
     prompt = tokenizer(code * 3, return_tensors="pt").input_ids
     rd = RetroDraft(model, tokenizer)
-    out = rd.generate(prompt, max_new_tokens=60, do_sample=False)
+    with rd.harvest(tmp_path / "answers.index"):
+        out = rd.generate(prompt, max_new_tokens=60, do_sample=False)
     assert out.tolist() == model.generate(prompt, max_new_tokens=60, do_sample=False).tolist()
     assert rd.stats.tokens_per_forward > 2
+    assert CorpusIndex.open(tmp_path / "answers.index").info["tokenizer"]["name"] == "embedded"
+    done = retrodraft_here("index", "query", tmp_path / "answers.index", tokenizer.decode(out[0, -8:-1]))
+    assert done.stdout.startswith("match length 7,")
 
 
 @pytest.mark.slow

@@ -32,6 +32,11 @@ class Selection:
     role: str | None = None
     dedup: bool = False
 
+    def __post_init__(self) -> None:
+        for option, value in (("field", self.field), ("role", self.role)):
+            if value is not None and not value.strip():
+                raise ValueError(f"{option} must not be empty")
+
 
 def find(chosen: Selection) -> tuple[list[FoundFile], IngestReport]:
     """The files to read, and a report that names what was skipped."""
@@ -86,7 +91,8 @@ def ingest(
         if report.num_documents == 0:
             print_skipped(report.skipped)
             of_role = f" of role {chosen.role!r}" if chosen.role else ""
-            raise ValueError(f"nothing to index in {', '.join(chosen.paths)}: no text{of_role} was found")
+            where = ", ".join("standard input" if path == "-" else path for path in chosen.paths)
+            raise ValueError(f"nothing to index in {where}: no text{of_role} was found")
 
     with bar, disk_errors():
         yield documents()
@@ -113,13 +119,11 @@ def named_tokenizer(name: str, workers: int) -> tuple[Any, dict[str, Any]]:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     if workers:
         os.environ["RAYON_NUM_THREADS"] = str(workers)  # read when the first batch is tokenised
-    from retrodraft.index.fingerprint import tokenizer_fingerprint, tokenizer_size
+    from retrodraft.index.fingerprint import tokenizer_facts
     from retrodraft.models import load_tokenizer
 
     loaded = load_tokenizer(name)
-    return loaded, {
-        "name": name, "fingerprint": tokenizer_fingerprint(loaded), "vocab_size": tokenizer_size(loaded)
-    }  # fmt: skip
+    return loaded, tokenizer_facts(loaded)
 
 
 def index_tokenizer(corpus: CorpusIndex, name: str | None, workers: int) -> Any:

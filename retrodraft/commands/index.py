@@ -50,7 +50,9 @@ Role = Annotated[str | None, typer.Option(help="Of records with messages, only t
 Dedup = Annotated[bool, typer.Option("--dedup", help="Leave out documents that were read already.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail, and write nothing, if anything is skipped.")]
 Workers = Annotated[int, typer.Option(min=0, max=1024, help="Tokenising threads; 0 takes all cores.")]
-MaxMemory = Annotated[str, typer.Option(help="For sorting, for instance 500M or 8G; more tokens make more shards.")]
+MaxMemory = Annotated[
+    str, typer.Option(help="For sorting, for instance 500M; more tokens make more shards. auto: half of the machine's.")
+]
 
 
 @app.command()
@@ -66,7 +68,7 @@ def build(
     dedup: Dedup = False,
     strict: Strict = False,
     workers: Workers = 0,
-    max_memory: MaxMemory = "28G",
+    max_memory: MaxMemory = "auto",
     as_json: Json = False,
 ) -> None:
     """Index text, code, .jsonl, .parquet and chat logs.
@@ -104,7 +106,7 @@ def add(
     dedup: Dedup = False,
     strict: Strict = False,
     workers: Workers = 0,
-    max_memory: MaxMemory = "28G",
+    max_memory: MaxMemory = "auto",
     as_json: Json = False,
 ) -> None:
     """Add files to an index; small shards at its end are written anew with them.
@@ -121,7 +123,7 @@ def add(
     files, report = find(chosen)
     loaded = index_tokenizer(corpus, tokenizer, workers)
     with ingest(chosen, files, report, loaded, strict, as_json) as documents:
-        corpus.extend(documents, shard_tokens=shard_tokens)
+        corpus.extend(documents, shard_tokens=shard_tokens, options=_given(asdict(chosen)))
     _print_built(corpus, report, as_json)
 
 
@@ -145,7 +147,7 @@ def merge(
 
 
 @app.command()
-def compact(index: Index, max_memory: MaxMemory = "28G", as_json: Json = False) -> None:
+def compact(index: Index, max_memory: MaxMemory = "auto", as_json: Json = False) -> None:
     """Sort an index's shards into one.
 
     Or into as few as --max-memory allows. Look-ups search each shard, so few are quicker.
@@ -191,6 +193,7 @@ def query(
     """
     from retrodraft.index.corpus import CorpusIndex
     from retrodraft.index.ingest import IngestReport, Text, tokenize
+    from retrodraft.kernels.suffix_array import MAX_SAMPLES
 
     corpus = CorpusIndex.open(index)
     loaded = index_tokenizer(corpus, tokenizer, 0)
@@ -205,9 +208,10 @@ def query(
     matched = list(context)[len(context) - interval.length :]
     continuations = corpus.continuations(interval, k) if interval.length else []
     places = corpus.occurrences(interval, documents) if interval.length else []
+    sampled = any(right - left > MAX_SAMPLES for left, right in interval.ranges) and interval.length > 0
     result = {
         "match_length": interval.length, "matched": loaded.decode(matched),
-        "occurrences": interval.count if interval.length else 0,
+        "occurrences": interval.count if interval.length else 0, "sampled": sampled,
         "continuations": [
             {"token": token, "text": loaded.decode([token]), "count": count, "share": count / interval.count}
             for token, count in continuations
@@ -220,7 +224,8 @@ def query(
     if not interval.length:
         typer.echo("No token of the text's end occurs in the index.")
         return
-    typer.echo(f"match length {interval.length}, occurrences {interval.count}: {result['matched']!r}")
+    counted = ", continuations counted in samples" if sampled else ""
+    typer.echo(f"match length {interval.length}, occurrences {interval.count}{counted}: {result['matched']!r}")
     for token, count in continuations:
         typer.echo(f"{count:>10} {count / interval.count:>6.1%}  {loaded.decode([token])!r}")
     for place in places:
@@ -303,11 +308,26 @@ def evaluate_index(
 def _shard_tokens(max_memory: str) -> int:
     from retrodraft.index.corpus import BYTES_PER_TOKEN, MAX_SHARD_TOKENS
 
+    if max_memory.strip().lower() == "auto":
+        return min(max(_machine_memory() // 2 // BYTES_PER_TOKEN, 1 << 20), MAX_SHARD_TOKENS)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)i?B?", max_memory.strip(), re.IGNORECASE)
     num_bytes = float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ") if match else 0.0
     if num_bytes < 1 << 20:
-        raise ValueError(f"max-memory must be a size of at least 1M, for instance 500M or 8G; got {max_memory!r}")
+        raise ValueError(f"max-memory must be auto, or a size of at least 1M, for instance 500M; got {max_memory!r}")
     return min(int(num_bytes / BYTES_PER_TOKEN), MAX_SHARD_TOKENS)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Without those that were left alone."""
+    return {name: value for name, value in options.items() if value not in (None, [], False)}
+
+
+def _machine_memory() -> int:
+    """Bytes of memory that the machine has; 8 GiB where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 8 << 30
 
 
 def _counted(number: int, name: str) -> str:
@@ -346,8 +366,7 @@ def _print_info(corpus: CorpusIndex, as_json: bool) -> None:
         f"({facts['bytes_per_token']:.2f} a token)\ntokenizer {tokenizer.get('name', '?')!r}, "
         f"{tokenizer.get('vocab_size', '?')} tokens, fingerprint {tokenizer.get('fingerprint', '?')[:16]}"
     )
-    given = {name: value for name, value in facts["options"].items() if value not in (None, [], False)}
-    typer.echo(f"options {json.dumps(given)}")
+    typer.echo(f"options {json.dumps(_given(facts['options']))}")
     keys = facts["dense"]
     if keys and "problem" in keys:
         typer.echo(f"dense: damaged: {keys['problem']}")
@@ -363,5 +382,5 @@ def _print_built(corpus: CorpusIndex, report: IngestReport, as_json: bool) -> No
         return
     print_skipped(report.skipped)
     if report.num_duplicates:
-        typer.echo(f"left out {report.num_duplicates} repeated documents", err=True)
+        typer.echo(f"left out {_counted(report.num_duplicates, 'repeated document')}", err=True)
     _print_info(corpus, False)

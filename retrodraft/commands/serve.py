@@ -8,8 +8,20 @@ from typing import Annotated
 
 import typer
 
-from retrodraft.commands.shared import Attn, Budget, Device, Dtype, Model, Threads, expanded, make_folder, wrap
-from retrodraft.options import check_model, check_threads, parse_budget
+from retrodraft.commands.shared import (
+    Attn,
+    Budget,
+    Corpus,
+    Dense,
+    Device,
+    Dtype,
+    Model,
+    Threads,
+    expanded,
+    make_folder,
+    wrap,
+)
+from retrodraft.options import check_corpora, check_model, check_threads, parse_budget
 
 INSTALL = "pip install 'retrodraft[server]'"
 LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -40,6 +52,8 @@ def serve(
     threads: Threads = 0,
     attn: Attn = None,
     budget: Budget = "auto",
+    corpus: Corpus = None,
+    dense: Dense = False,
 ) -> None:
     """Serve the model over OpenAI's API; sessions keep their drafts and KV cache from request to request.
 
@@ -72,6 +86,7 @@ def serve(
     check_model(model, dtype)
     check_threads(threads)
     parse_budget(budget)
+    check_corpora(corpus or [], ["retro"])
     try:
         from retrodraft.models import check_template
         from retrodraft.server.run import ServeOptions, listening, run_server
@@ -87,7 +102,7 @@ def serve(
         log_level=log_level,
     )  # fmt: skip
     with listening(options) as listener:  # before the model is loaded: the address may be taken
-        rd, _ = wrap(model, dtype, device, threads, attn, "retro", budget)
+        rd, _ = wrap(model, dtype, device, threads, attn, "retro", budget, corpus or [], dense)
         run_server(rd, options, listener)
 
 

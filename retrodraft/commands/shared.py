@@ -18,6 +18,9 @@ Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves torch's
 Attn = Annotated[str | None, typer.Option(help="Attention implementation: sdpa, eager, ...; default the model's.")]
 Budget = Annotated[str, typer.Option(help="Draft nodes of a forward: a number, or auto (priced by the cost curve).")]
 
+Corpus = Annotated[list[Path] | None, typer.Option(help="Index that retro drafts from besides; repeatable.")]
+Dense = Annotated[bool, typer.Option("--dense", help="Draft by the model's state too: index dense build.")]
+
 
 def load(model: str, dtype: str, device: str, threads: int, attn: str | None) -> tuple[Any, Any]:
     """A model by what the options say, and its tokenizer; raises ValueError, before torch is imported where it can."""
