@@ -5,6 +5,9 @@ probabilities: additive. Taking nodes best-first by path probability is therefor
 of a size (OPT-Tree, 2406.17276; DDTree, 2604.12989), and the right size is a prefix of that order: the one that
 gains most over its price. A deep spine (GOOSE, 2604.02047) appears by itself where a copy keeps its probability high.
 
+One thing departs from that order: a rejected node teaches too, and where its pair of tokens has no adjacency row yet,
+what the target says there is of most use later. Such nodes come earlier.
+
     tokens, parents, depths int32 [num_nodes]   node 0 is the root, the last committed token; parents[i] < i
     probs float32 [num_nodes]                   path probabilities; the root has 1
     sources uint8 [num_nodes]                   bits of `retrodraft.kernels.candidates`
@@ -12,6 +15,7 @@ gains most over its price. A deep spine (GOOSE, 2604.02047) appears by itself wh
 
 import numpy as np
 
+from retrodraft.kernels.adjacency import find_pair
 from retrodraft.kernels.candidates import (
     CELLS,
     CONTEXT,
@@ -29,45 +33,50 @@ from retrodraft.kernels.jit import borrowing_njit, njit
 from retrodraft.kernels.suffix_automaton import HEAD, step
 
 MIN_PROB = 1e-5  # of a path; below it a node is noise
-NODE, TOKEN, SOURCE = 0, 1, 2  # rows of the heap
+WORTH, PROB = 0, 1  # rows of a heap's numbers; entries are in the order of the first
+NODE, TOKEN, SOURCE = 0, 1, 2  # rows of a heap's entries
+NEW_ROW = 2.5  # what a node's place in the order is raised by where its pair of tokens has no adjacency row yet
 FOREIGN_WORTH = 0.5  # of a node that foreign texts alone propose: what the target says at it is of no use later
 
 
 @borrowing_njit
-def _push(heap_probs, heap, size, prob, node, token, source):
-    """Add an entry to a heap of `size` entries: `heap_probs` and the rows NODE, TOKEN and SOURCE of `heap`."""
+def _push(numbers, entries, size, worth, prob, node, token, source):
+    """Add an entry to a heap of `size` entries: `numbers` float32 [2, capacity] and `entries` int32 [3, capacity]."""
     i = size
-    while i > 0 and heap_probs[(i - 1) // 2] < prob:
+    while i > 0 and numbers[WORTH, (i - 1) // 2] < worth:
         above = (i - 1) // 2
-        heap_probs[i] = heap_probs[above]
-        for field in range(3):
-            heap[field, i] = heap[field, above]
+        _move(numbers, entries, above, i)
         i = above
-    heap_probs[i] = prob
-    heap[NODE, i] = node
-    heap[TOKEN, i] = token
-    heap[SOURCE, i] = source
+    numbers[WORTH, i] = worth
+    numbers[PROB, i] = prob
+    entries[NODE, i] = node
+    entries[TOKEN, i] = token
+    entries[SOURCE, i] = source
 
 
 @borrowing_njit
-def _drop_top(heap_probs, heap, size):
+def _move(numbers, entries, start, end):
+    numbers[WORTH, end] = numbers[WORTH, start]
+    numbers[PROB, end] = numbers[PROB, start]
+    for field in range(3):
+        entries[field, end] = entries[field, start]
+
+
+@borrowing_njit
+def _drop_top(numbers, entries, size):
     """Remove the top of a heap of `size` entries: its last entry sinks from the top."""
     last = size - 1
-    prob = heap_probs[last]
+    worth = numbers[WORTH, last]
     i = 0
     while 2 * i + 1 < last:
         below = 2 * i + 1
-        if below + 1 < last and heap_probs[below + 1] > heap_probs[below]:
+        if below + 1 < last and numbers[WORTH, below + 1] > numbers[WORTH, below]:
             below += 1
-        if heap_probs[below] <= prob:
+        if numbers[WORTH, below] <= worth:
             break
-        heap_probs[i] = heap_probs[below]
-        for field in range(3):
-            heap[field, i] = heap[field, below]
+        _move(numbers, entries, below, i)
         i = below
-    heap_probs[i] = prob
-    for field in range(3):
-        heap[field, i] = heap[field, last]
+    _move(numbers, entries, last, i)
 
 
 @borrowing_njit
@@ -110,7 +119,7 @@ def build(
         tokens, parents, depths, probs, sources,
         np.zeros((room, len(stores)), np.int32), np.zeros((room, len(stores)), np.int32),
         np.empty((room, len(corpora)), np.int32), np.empty(CONTEXT, np.int32),
-        np.empty(capacity, np.float32), np.empty((3, capacity), np.int32),
+        np.empty((2, capacity), np.float32), np.empty((3, capacity), np.int32),
         np.empty((NUM_COLUMNS, MAX_CANDIDATES), np.int32), np.empty((2, MAX_EDGES), np.int32),
         np.empty(NUM_KINDS, np.float32),
     )  # fmt: skip
@@ -122,16 +131,17 @@ def build(
 def _grow(
     stores, scopes, corpora, rows, rates, states, lengths, spans, context, prices, max_depth, single,
     tokens, parents, depths, probs, sources,
-    node_states, node_lengths, node_spans, node_context, heap_probs, heap, found, followers, scales,
+    node_states, node_lengths, node_spans, node_context, numbers, entries, found, followers, scales,
 ):  # fmt: skip
     """The loop of `build`; nodes are in the order in which they were taken. The last line of arguments is room."""
     hits, trials, record = rates
+    pair_keys = rows[2]
     for kind in range(NUM_KINDS):
         scales[kind] = confidence(record, kind)
     max_nodes = prices.shape[0] - 1
     num_stores = len(stores)
     width = CONTEXT if len(corpora) > 0 else 2  # of the context that `gather` looks at
-    heap_size = 0
+    size = 0
     tokens[0] = context[CONTEXT - 1]
     parents[0] = -1
     depths[0] = 0
@@ -155,6 +165,7 @@ def _grow(
                 found, followers,
             )  # fmt: skip
             best = -1
+            best_prob = 0.0
             for i in range(num_found):
                 cell = found[CELLS, i]
                 prob = scales[kind_of(cell)] * hits[cell] / trials[cell]
@@ -167,28 +178,29 @@ def _grow(
                 if prob < MIN_PROB:
                     continue
                 if single:
-                    if best < 0 or prob > heap_probs[0]:
+                    if best < 0 or prob > best_prob:
                         best = i
-                        heap_probs[0] = prob
+                        best_prob = prob
                     continue
-                _push(heap_probs, heap, heap_size, prob, node, found[TOKENS, i], found[SOURCES, i])
-                heap_size += 1
+                worth = prob
+                if found[SOURCES, i] & ~FOREIGN != 0 and find_pair(pair_keys, tokens[node], found[TOKENS, i]) < 0:
+                    worth *= NEW_ROW
+                _push(numbers, entries, size, worth, prob, node, found[TOKENS, i], found[SOURCES, i])
+                size += 1
             if best >= 0:
-                heap[NODE, 0] = node
-                heap[TOKEN, 0] = found[TOKENS, best]
-                heap[SOURCE, 0] = found[SOURCES, best]
-                heap_size = 1
-        if heap_size == 0 or _cannot_pay(prices, num_nodes, value, heap_probs[0], best_value):
+                _push(numbers, entries, 0, best_prob, best_prob, node, found[TOKENS, best], found[SOURCES, best])
+                size = 1
+        if size == 0 or _cannot_pay(prices, num_nodes, value, numbers[WORTH, 0], best_value):
             break
-        parent = heap[NODE, 0]
+        parent = entries[NODE, 0]
         node = num_nodes
-        tokens[node] = heap[TOKEN, 0]
+        tokens[node] = entries[TOKEN, 0]
         parents[node] = parent
         depths[node] = depths[parent] + 1
-        probs[node] = heap_probs[0]
-        sources[node] = heap[SOURCE, 0]
-        _drop_top(heap_probs, heap, heap_size)
-        heap_size -= 1
+        probs[node] = numbers[PROB, 0]
+        sources[node] = entries[SOURCE, 0]
+        _drop_top(numbers, entries, size)
+        size -= 1
         for i in range(num_stores):
             if stores[i][0][0, HEAD] < 0:
                 continue  # it holds no text
@@ -215,9 +227,15 @@ def spine_first(tokens, parents, depths, probs, sources, num_nodes):
     """
     first_child = np.full(num_nodes, -1, np.int32)
     next_sibling = np.full(num_nodes, -1, np.int32)
-    for node in range(num_nodes - 1, 0, -1):  # creation order is by falling probability, so the likeliest comes last
-        next_sibling[node] = first_child[parents[node]]
-        first_child[parents[node]] = node
+    for node in range(num_nodes - 1, 0, -1):
+        before, after = -1, first_child[parents[node]]
+        while after >= 0 and probs[after] > probs[node]:
+            before, after = after, next_sibling[after]
+        next_sibling[node] = after
+        if before >= 0:
+            next_sibling[before] = node
+        else:
+            first_child[parents[node]] = node
     order = np.empty(num_nodes, np.int32)
     rank = np.empty(num_nodes, np.int32)
     stack = np.empty(num_nodes, np.int32)

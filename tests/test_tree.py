@@ -18,7 +18,7 @@ from retrodraft.kernels.adjacency import ONE, WIDTH
 from retrodraft.kernels.confidence import NUM_KINDS
 from retrodraft.kernels.learning import learn_rows
 from retrodraft.kernels.suffix_automaton import step
-from retrodraft.kernels.tree import MIN_PROB, build
+from retrodraft.kernels.tree import MIN_PROB, NEW_ROW, build
 from retrodraft.retro import RetroStrategy
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
@@ -87,9 +87,9 @@ def test_candidates_and_their_cells(seed: int) -> None:
 def best_first(
     automaton: SuffixAutomaton, rows: AdjacencyRows, text: np.ndarray, rates: np.ndarray, nodes: int, depth: int
 ) -> list[float]:
-    """Path probabilities of the best tree, falling, by a heap of Python objects."""
+    """Path probabilities of the best tree in the order in which nodes are taken, by a heap of Python objects."""
     state, length = automaton.match()
-    heap: list[tuple[float, tuple[int, ...], int, int]] = []
+    heap: list[tuple[float, tuple[int, ...], float, int, int]] = []
 
     def expand(prob: float, path: tuple[int, ...], state: int, length: int) -> None:
         ends = [*text[-2:].tolist(), *path][-2:]
@@ -97,14 +97,15 @@ def best_first(
             value = float(np.float32(np.float32(prob) * rates[cell]))
             if len(path) < depth and value >= MIN_PROB:
                 after = step(automaton.states, automaton.edges, automaton.table, state, length, token)
-                heapq.heappush(heap, (-value, (*path, token), *after))
+                worth = value if rows.row(token, ends[-1]) else value * NEW_ROW
+                heapq.heappush(heap, (-worth, (*path, token), value, *after))
 
     expand(1.0, (), state, length)
     taken: list[float] = []
     while heap and len(taken) < nodes:
-        prob, path, state, length = heapq.heappop(heap)
-        taken.append(-prob)
-        expand(-prob, path, state, length)
+        _, path, prob, state, length = heapq.heappop(heap)
+        taken.append(prob)
+        expand(prob, path, state, length)
     return taken
 
 
@@ -114,7 +115,7 @@ def test_builder_takes_the_best_nodes(seed: int, nodes: int, depth: int) -> None
     automaton, rows, text, rates = learned(seed)
     tree = built(automaton, rows, text, rates, np.zeros(nodes + 1), depth)
     expected = best_first(automaton, rows, text, rates, nodes, depth)
-    assert sorted(tree.probs[1:].tolist(), reverse=True) == pytest.approx(expected, rel=1e-5)
+    assert sorted(tree.probs[1:].tolist()) == pytest.approx(sorted(expected), rel=1e-5)
     assert len(paths_of(tree)) == len(tree) - 1
     check_order(tree)
 
@@ -147,8 +148,7 @@ def paths_of(tree: DraftTree) -> set[tuple[int, ...]]:
 def test_a_node_is_taken_only_while_it_pays(seed: int) -> None:
     """The chosen size is the best of all prefixes of the best-first order; a free tree is full, a dear one empty."""
     automaton, rows, text, rates = learned(seed)
-    free = built(automaton, rows, text, rates, np.zeros(33), 20)
-    mass = np.concatenate([[0.0], np.cumsum(np.sort(free.probs[1:])[::-1])])
+    mass = np.concatenate([[0.0], np.cumsum(best_first(automaton, rows, text, rates, 32, 20))])
     for slope in (0.05, 0.3, 2.0):
         prices = slope * np.arange(33.0)
         worth = mass - prices[: len(mass)]
