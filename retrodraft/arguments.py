@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from retrodraft.dense import DenseDrafts
     from retrodraft.index.corpus import CorpusIndex
 
+_WRAPPED = ("_orig_mod", "base_model.model", "base_model", "module")  # where torch.compile, PEFT and others keep it
+
 
 def opened_corpora(corpora: Any, tokenizer: Any, vocab_size: int) -> list[CorpusIndex]:
     """The corpora, each checked against the tokenizer (where there is one) and the model's number of tokens."""
@@ -48,27 +50,49 @@ def opened_dense(corpora: list[CorpusIndex], model: Any) -> DenseDrafts:
 
 def check_prompt(inputs: Any) -> None:
     """Raise ValueError for what can't be a batch of token ids; `generate` would fail on it somewhere inside."""
-    if inputs is None or (isinstance(inputs, torch.Tensor) and (inputs.dim() == 2 or inputs.is_floating_point())):
+    whole = isinstance(inputs, torch.Tensor) and not inputs.is_floating_point()
+    if inputs is None or (isinstance(inputs, torch.Tensor) and (inputs.dim() == 2) == whole):
         return
-    got = f"of shape {list(inputs.shape)}" if isinstance(inputs, torch.Tensor) else f"a {type(inputs).__name__}"
+    got = f"a {type(inputs).__name__}"
+    if isinstance(inputs, torch.Tensor):
+        got = f"one of shape {list(inputs.shape)}" if whole else f"a tensor of {inputs.dtype}"
     raise ValueError(
         f"generate takes token ids, a tensor [batch_size, length], got {got}: "
         'use **tokenizer(text, return_tensors="pt")'
     )
 
 
+def check_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raise ValueError for an empty prompt, and for ids that the model has no embeddings for."""
+    if not input_ids.numel():
+        raise ValueError(f"the prompt is empty ({list(input_ids.shape)}): it needs at least one token")
+    low, high = (int(bound) for bound in input_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token ids must lie between 0 and {vocab_size - 1}, got {low if low < 0 else high}")
+
+
+def embedding_rows(model: Any) -> int:
+    """Number of token ids that the model has embeddings for."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
 def checked_model(model: Any) -> Any:
     """`model`, if it is one that generates text from text; raises UnsupportedModelError."""
     if not isinstance(model, torch.nn.Module) or not isinstance(model, GenerationMixin):
-        raise UnsupportedModelError(
-            f"RetroDraft needs a transformers model with a generate method, got {type(model).__name__}: "
-            "load one with AutoModelForCausalLM.from_pretrained"
-        )
+        inside = next((name for name in _WRAPPED if isinstance(_attribute(model, name), GenerationMixin)), None)
+        advice = f"wrap the model inside, .{inside}" if inside else "load one with AutoModelForCausalLM.from_pretrained"
+        raise UnsupportedModelError(f"RetroDraft needs a transformers model, got {type(model).__name__}: {advice}")
     language_model: Any = model
     if not language_model.config.is_encoder_decoder and language_model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language-modeling head: load it with AutoModelForCausalLM"
         )
+    return model
+
+
+def _attribute(model: Any, path: str) -> Any:
+    for name in path.split("."):
+        model = getattr(model, name, None)
     return model
 
 
@@ -83,6 +107,13 @@ def check_tokenizer(tokenizer: Any, vocab_size: int) -> None:
             f"the tokenizer has {len(tokenizer)} tokens, the model only {vocab_size} embedding rows: "
             "pass the tokenizer that belongs to the model"
         )
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """`value`, if it is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def checked_bytes(name: str, value: Any) -> int:

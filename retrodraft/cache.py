@@ -32,19 +32,21 @@ class DraftLayer(CacheLayerMixin):
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window = window
-        self.is_sliding = window is not None
+        self.is_sliding = window is not None  # which transformers asks where it sizes the masks
         self.lengths: list[int] = []  # committed tokens of each row
         self.first = 0  # logical position of slot 0
         self.staged = False  # whether a forward's tokens wait for `commit`
         self.aligned = False  # whether queries are shown whole blocks of slots: kernels then add in the same order
+
+    @property
+    def _slides(self) -> bool:
+        return len(self.lengths) <= 1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the first states seen."""
         self.dtype, self.device = key_states.dtype, key_states.device
         if not self.lengths:
             self.lengths = [0] * key_states.shape[0]
-        if len(self.lengths) > 1:
-            self.is_sliding = False
         room = key_states.shape[-2] + FIRST_ROOM
         self.keys, self.values = _room(key_states, room), _room(value_states, room)
         self.is_initialized = True
@@ -66,7 +68,8 @@ class DraftLayer(CacheLayerMixin):
                 buffer[:, :, begin : begin + count] = states
             else:
                 for row, length in enumerate(self.lengths):
-                    buffer[row, :, length : length + count] = states[row]
+                    place = length - self.first
+                    buffer[row, :, place : place + count] = states[row]
         views = self.keys[:, :, start:end], self.values[:, :, start:end]
         if not self.staged:
             self.lengths = [length + count for length in self.lengths]
@@ -76,7 +79,7 @@ class DraftLayer(CacheLayerMixin):
     def _visible(self, count: int) -> tuple[int, int]:
         """First and last slot + 1 that `count` new queries attend to."""
         end = max(self.lengths) - self.first
-        start = max(end - self.window + 1, 0) if self.is_sliding and self.window is not None else 0
+        start = max(end - self.window + 1, 0) if self.window is not None and self._slides else 0
         end += count
         if self.aligned:
             start, end = start - start % FIRST_GRAIN, end + -end % GRAIN
@@ -120,7 +123,7 @@ class DraftLayer(CacheLayerMixin):
 
     def _trim(self) -> None:
         """Slide a window's tail to the front once the slots run out; amortised O(1) a token."""
-        if not self.is_sliding or self.window is None:
+        if self.window is None or not self._slides:
             return
         assert self.keys is not None and self.values is not None
         end = self.lengths[0] - self.first
@@ -194,7 +197,6 @@ class DraftCache(Cache):
         for layer, source in zip(self.layers, native.layers, strict=True):
             if isinstance(layer, DraftLayer) and source.is_initialized and source.get_seq_length():
                 layer.lengths = [source.get_seq_length()] * batch_size
-                layer.is_sliding = layer.is_sliding and batch_size == 1
                 layer.first = source.get_seq_length() - source.keys.shape[-2]
                 layer.dtype, layer.device = source.keys.dtype, source.keys.device
                 layer.keys = _room(source.keys, source.keys.shape[-2] + FIRST_ROOM, copy=True)
@@ -285,7 +287,7 @@ def fresh_cache(model: Any, kwargs: dict[str, Any]) -> None:
 
 def unsupported_layer(native: Cache) -> str | None:
     """Why a cache can't be drafted on, or None: only plain, growing keys and values can be rolled back row by row."""
-    if not isinstance(native, DynamicCache) or getattr(native, "offloading", False):
+    if type(native) is not DynamicCache or getattr(native, "offloading", False):
         return f"a {type(native).__name__} can't be rolled back"
     if INDEXED_LAYER is not None and any(type(layer) is INDEXED_LAYER for layer in native.layers):
         return "its sparse-attention cache (DynamicIndexedLayer) can't be rolled back row by row"

@@ -17,11 +17,14 @@ import numpy as np
 import torch
 
 from retrodraft.arguments import (
+    check_ids,
     check_prompt,
     check_tokenizer,
     checked_bytes,
     checked_count,
+    checked_flag,
     checked_model,
+    embedding_rows,
     opened_corpora,
     opened_dense,
 )
@@ -30,6 +33,7 @@ from retrodraft.budget import MAX_NODES, Budget, cached_cost_curve
 from retrodraft.cache import fresh_cache
 from retrodraft.capabilities import check_context, depth_limit, node_limit, probe, reason_to_delegate
 from retrodraft.compat import decoding_methods, streamer_of_caller
+from retrodraft.enabling import generating_with
 from retrodraft.hidden_states import HeadStates
 from retrodraft.hot_start import hot_rows
 from retrodraft.index.memory import Memory
@@ -103,27 +107,29 @@ class RetroDraft:
     ) -> None:
         self.model = checked_model(model)
         self.tokenizer = tokenizer
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = embedding_rows(model)
         check_tokenizer(tokenizer, self.vocab_size)
         self._max_depth = checked_count("max_depth", max_depth, 1)
         fixed = None if budget == "auto" else checked_count("budget", budget, 0)
         if reproducible and fixed is None:
             fixed = REPRODUCIBLE_NODES
-        self._reproducible = reproducible
+        self._reproducible = checked_flag("reproducible", reproducible)
         self._min_nodes = 1 + fixed if reproducible and fixed is not None else 1
         opened = opened_corpora(corpora, tokenizer, self.vocab_size)
         self._dense = opened_dense(opened, model) if dense else None
         self.strategy = make_strategy(strategy, self.vocab_size, opened, self._dense)
         self.capabilities = probe(model)
-        if hot_start and isinstance(self.strategy, RetroStrategy) and self.capabilities.mode == "tree":
+        if (
+            checked_flag("hot_start", hot_start)
+            and isinstance(self.strategy, RetroStrategy)
+            and self.capabilities.mode == "tree"
+        ):
             self.strategy.adjacency.start_from(*hot_rows(model, tokenizer))
         self._fixed_budget = fixed
         self._budget: Budget | None = None  # the cost curve is measured when the first call needs it
         self._target = TargetModel(model)
         self._kind = forward_kind(model)
         self.model_state: Any = None  # the kind and the weights, as the last call found them
-        self._num_enabled = 0
-        self._own_generate: Any = None
         self._view = _drafting_view(self)
         self._lock = threading.Lock()  # the learned state is shared by threads
         self._active = threading.local()  # .session whose call this thread is in, .stats of its last call
@@ -162,11 +168,13 @@ class RetroDraft:
             raise ValueError("this RetroDraft was made for another model: wrap the one that generates")
         self.follow_model()
         check_context(self.model.config.get_text_config(decoder=True), input_ids.shape[1])
+        if model_kwargs.get("inputs_embeds") is None:
+            check_ids(input_ids, embedding_rows(self.model))
         streamer = streamer if streamer is not None else streamer_of_caller()
         mode = decoding_methods().get(generation_config.get_generation_mode())
         if mode == "_sample":
             reason = reason_to_delegate(
-                self.capabilities, self.model, input_ids.shape[0], generation_config, logits_processor,
+                self.capabilities, self.model, input_ids, generation_config, logits_processor,
                 stopping_criteria, synced_gpus, streamer, model_kwargs,
             )  # fmt: skip
         else:
@@ -187,24 +195,13 @@ class RetroDraft:
     @contextlib.contextmanager
     def enabled(self) -> Iterator[RetroDraft]:
         """Inside, plain `model.generate` drafts, and so does everything built on it (`pipeline`, agents)."""
-        with self._lock:
-            self._num_enabled += 1
-            if self._num_enabled == 1:
-                self._own_generate = self.model.__dict__.get("generate")
-                self.model.generate = self.generate
-        try:
+        with generating_with(self.model, self.generate):
             yield self
-        finally:
-            with self._lock:
-                self._num_enabled -= 1
-                if self._num_enabled == 0:
-                    if self._own_generate is None:
-                        del self.model.generate
-                    else:
-                        self.model.generate = self._own_generate
 
     def follow_model(self) -> None:
         """Notice what was changed in the model since the last call: how it can be verified is probed again."""
+        if embedding_rows(self.model) < self.vocab_size:
+            raise ValueError("the model has fewer tokens than when it was wrapped: wrap it again, RetroDraft(model)")
         kind = forward_kind(self.model)
         if kind != self._kind:
             self.capabilities = probe(self.model)

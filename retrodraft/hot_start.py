@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache
 
+from retrodraft.arguments import embedding_rows
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
 from retrodraft.folders import cache_folder
@@ -54,7 +55,7 @@ def hot_rows(
     """
     prefix = _answer_begin(model, tokenizer)
     path = cache_folder() / f"rows-{_key(model, prefix)}.npz"
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    vocab_size = embedding_rows(model)
     rows = _stored(path, vocab_size)
     if rows is None or (math.isinf(seconds) and len(rows[0]) < vocab_size):
         rows = _measured(model, prefix, rows, vocab_size, seconds, progress)

@@ -35,7 +35,7 @@ class Recorder:
             if self.hidden_states is not None:
                 self.hidden_states.append(tuple(layer[:, query : query + 1] for layer in output.hidden_states))
             if self.attentions is not None:
-                visible = [offset + kept for kept in path[: depth + 1]]
+                visible = [*range(offset), *(offset + kept for kept in path[: depth + 1])]  # what was fed again, too
                 self.attentions.append(
                     tuple(
                         _attention_row(layer, query, visible, self.layer_windows[index])

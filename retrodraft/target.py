@@ -32,6 +32,8 @@ _local = threading.local()  # of the verify forward a thread is in: .layout, its
 _hooks_lock = threading.Lock()
 _hooks_held = 0
 _stood_in: list[tuple[Any, str, Any, Any]] = []  # registry, name, the function there, what stands in for it
+_LOOP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
+_NEUTRAL = ("retrodraft.", "transformers.utils.")  # modules whose hooks look on and change nothing
 _BEYOND_MASKS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")  # that attention may take
 
 
@@ -127,8 +129,25 @@ def tree_hooks() -> Iterator[None]:
 
 
 def forward_kind(model: Any) -> tuple[Any, ...]:
-    """What decides how a model can be verified: attention implementation, dtype and device."""
-    return model.config._attn_implementation, model.dtype, model.device
+    """What decides how a model can be verified: attention implementation, dtype, device, and `own_parts`."""
+    return model.config._attn_implementation, model.dtype, model.device, own_parts(model)
+
+
+def own_parts(model: Any) -> tuple[Any, ...]:
+    """What makes a model another one than its class: compiled parts; forwards, loop methods and hooks of its own."""
+    parts = [vars(model)[name] for name in _LOOP_METHODS if name in vars(model)]
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            parts.append(module._compiled_call_impl)
+        if "forward" in vars(module):
+            parts.append(module.forward)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            parts += [hook for hook in hooks.values() if not str(_home(hook)).startswith(_NEUTRAL)]
+    return tuple(parts)
+
+
+def _home(hook: Any) -> Any:
+    return getattr(getattr(hook, "func", hook), "__module__", None)  # of a partial, its function's
 
 
 def weights_state(model: Any) -> int:
@@ -143,14 +162,18 @@ def weights_state(model: Any) -> int:
     return hash(tuple(state))
 
 
+def takes_positions(model: Any) -> bool:
+    """Whether a forward of the model can be told positions; `generate` then tells them."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 class TargetModel:
     """A causal language model seen as a verifier of draft trees."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        parameters = inspect.signature(model.forward).parameters
         self._cache_arg = cache_arg(model)
-        self._takes_positions = "position_ids" in parameters
+        self._takes_positions = takes_positions(model)
         self._implementation: str = model.config._attn_implementation
         dtype = model.dtype
         if self._implementation == "eager":

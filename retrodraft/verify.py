@@ -57,7 +57,8 @@ class Chooser:
             if isinstance(criterion, EosTokenCriteria):
                 self._eos.update(criterion.eos_token_id.flatten().tolist())
             elif isinstance(criterion, MaxLengthCriteria):
-                self._max_length = criterion.max_length
+                lengths = (criterion.max_length, self._max_length)
+                self._max_length = min(length for length in lengths if length is not None)
         self._plain_criteria = all(type(c) in (EosTokenCriteria, MaxLengthCriteria) for c in stopping_criteria)
         self.plain = not do_sample and not len(logits_processor) and not keep_scores
 

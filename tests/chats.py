@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tiny import VOCAB
+from tiny import VOCAB, looking_on
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +39,7 @@ def fed(model: Any) -> Iterator[list[int]]:
     def note(module: Any, args: Any, kwargs: Any) -> None:
         lengths.append(kwargs["input_ids"].shape[1])
 
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    handle = model.register_forward_pre_hook(looking_on(note), with_kwargs=True)
     try:
         yield lengths
     finally:

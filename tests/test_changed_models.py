@@ -90,6 +90,34 @@ def test_enabled_is_left_in_any_order() -> None:
     assert "generate" not in model.__dict__
 
 
+def test_two_wrappers_enabled_on_one_model() -> None:
+    """The one that began last drafts, until it ends; the model's own override comes back at the end."""
+    model = tiny_llama(0)
+    wrappers = [RetroDraft(model, budget=8, strategy=name) for name in ("retro", "suffix")]
+    for own in (None, lambda *args, **kwargs: "own"):
+        if own is not None:
+            model.generate = own
+        blocks = [rd.enabled() for rd in wrappers]
+        for block, rd in zip(blocks, wrappers, strict=True):
+            block.__enter__()
+            assert model.generate == rd.generate
+        blocks[0].__exit__(None, None, None)
+        assert model.generate == wrappers[1].generate
+        blocks[1].__exit__(None, None, None)
+        assert vars(model).get("generate") is own
+
+
+def test_fewer_tokens_than_when_it_was_wrapped() -> None:
+    model = tiny_llama(0)
+    rd = RetroDraft(model, budget=8)
+    model.resize_token_embeddings(50, mean_resizing=False)
+    with pytest.raises(ValueError, match="wrap it again"):
+        rd.generate(copy_prompt(24) % 50, **OPTIONS)
+    model.resize_token_embeddings(120, mean_resizing=False)
+    expected = model.generate(copy_prompt(24), **OPTIONS)
+    assert torch.equal(RetroDraft(model, budget=8).generate(copy_prompt(24), **OPTIONS), expected)
+
+
 def test_harvests_that_end_together(tmp_path: Path) -> None:
     """Into a new folder: no answer is lost."""
     rd = RetroDraft(tiny_llama(0), budget=8)

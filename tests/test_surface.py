@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, ForwardCount, copy_prompt, planted, random_prompt, rigged_llama, tiny_llama
+from tiny import VOCAB, ForwardCount, copy_prompt, looking_on, planted, random_prompt, rigged_llama, tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DynamicCache,
@@ -149,6 +149,8 @@ def test_ids_beyond_the_tokenizer() -> None:
         (dict(tokenizer="gpt2"), "tokenizer must be a tokenizer"),
         (dict(corpora=5), "corpora must be a list of indexes"),
         (dict(corpora=[5]), "corpora must hold indexes, or their folders, got 5"),
+        (dict(reproducible="yes"), "reproducible must be True or False, got 'yes'"),
+        (dict(hot_start=3), "hot_start must be True or False, got 3"),
         (dict(max_kv_bytes="1G"), "max_kv_bytes must be a number of bytes, got '1G'"),
     ],
 )
@@ -158,7 +160,9 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
         RetroDraft(tiny_llama(0), **options)
 
 
-@pytest.mark.parametrize("prompt", ["text", [1, 2], [[1, 2]], torch.tensor([1, 2]), torch.ones(1, 1, 2).long()])
+@pytest.mark.parametrize(
+    "prompt", ["text", [1, 2], [[1, 2]], torch.tensor([1, 2]), torch.ones(1, 1, 2).long(), torch.ones(1, 2)]
+)
 def test_what_is_no_batch_of_token_ids(prompt: Any) -> None:
     rd = RetroDraft(tiny_llama(0))
     for call in (
@@ -166,8 +170,23 @@ def test_what_is_no_batch_of_token_ids(prompt: Any) -> None:
         lambda: rd.generate(input_ids=prompt),
         lambda: rd.generate(inputs=prompt),
     ):
-        with pytest.raises(ValueError, match=r"generate takes token ids, a tensor \[batch_size, length\], got (a|of)"):
+        with pytest.raises(
+            ValueError, match=r"generate takes token ids, a tensor \[batch_size, length\], got (a|one of)"
+        ):
             call()
+
+
+@pytest.mark.parametrize(
+    "prompt,message",
+    [
+        (torch.ones(1, 0, dtype=torch.long), "the prompt is empty"),
+        (torch.tensor([[1, VOCAB]]), f"token ids must lie between 0 and {VOCAB - 1}, got {VOCAB}"),
+        (torch.tensor([[1, -5]]), "token ids must lie between 0 and .*, got -5"),
+    ],
+)
+def test_ids_that_the_model_does_not_have(prompt: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RetroDraft(tiny_llama(0)).generate(prompt, max_new_tokens=2)
 
 
 def test_options_change_what_is_done() -> None:
@@ -196,8 +215,10 @@ def test_what_is_no_causal_language_model() -> None:
     """Refused with advice; an encoder-decoder is left to plain generate."""
     with pytest.raises(UnsupportedModelError, match="AutoModelForCausalLM"):
         RetroDraft(torch.nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModelError, match="no language-modeling head|generate method"):
+    with pytest.raises(UnsupportedModelError, match="no language-modeling head|a transformers model"):
         RetroDraft(tiny_llama(0).model)
+    with pytest.raises(UnsupportedModelError, match="wrap the model inside, ._orig_mod"):
+        RetroDraft(torch.compile(tiny_llama(0)))
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
         T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
@@ -265,7 +286,7 @@ def test_low_memory_of_prefill() -> None:
     model = tiny_llama(0)
     seen: list[int] = []
     rd = RetroDraft(model, budget=4, strategy="goose")  # which reads the whole prompt
-    handle = model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[-2]))
+    handle = model.lm_head.register_forward_pre_hook(looking_on(lambda module, args: seen.append(args[0].shape[-2])))
     rd.generate(random_prompt(400), max_new_tokens=4, do_sample=False)
     handle.remove()
     longest = sorted(seen)[-1]
@@ -341,6 +362,19 @@ def test_a_prompt_beyond_the_context_window() -> None:
     fitting = torch.ones(1, 60, dtype=torch.long)
     expected = model.generate(fitting, max_new_tokens=8, do_sample=False)
     assert torch.equal(rd.generate(fitting, max_new_tokens=8, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_a_context_window_that_rope_scaling_stretches(kind: str) -> None:
+    scaling = dict(rope_type=kind, rope_theta=1e4, factor=4.0)
+    model = tiny_llama(0, max_position_embeddings=64, rope_parameters=scaling)
+    prompt = copy_prompt(100)
+    expected = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    rd = RetroDraft(model, budget=16)
+    assert torch.equal(rd.generate(prompt, max_new_tokens=30, do_sample=False), expected)
+    assert rd.stats.num_target_forwards < 30
+    with pytest.raises(ValueError, match="257 tokens.*only 256"):
+        rd.generate(torch.ones(1, 257, dtype=torch.long), max_new_tokens=2)
 
 
 def test_unusual_positions_are_left_to_plain_generate() -> None:

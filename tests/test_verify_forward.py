@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_prompt, tiny_llama
+from tiny import looking_on, random_prompt, tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils, modeling_utils
 
 from retrodraft import RetroDraft
@@ -105,7 +105,7 @@ def test_padded_forwards_give_the_same_output(monkeypatch: pytest.MonkeyPatch, t
     rd = RetroDraft(model)  # its probe makes forwards of other sizes
     sizes: set[int] = set()
     handle = model.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.add(kwargs["input_ids"].shape[1]), with_kwargs=True
+        looking_on(lambda module, args, kwargs: sizes.add(kwargs["input_ids"].shape[1])), with_kwargs=True
     )
     try:
         assert torch.equal(rd.generate(prompt, max_new_tokens=40, do_sample=False), expected)
