@@ -20,7 +20,8 @@ test-slow: $(VENV)/installed
 
 # The lowest supported transformers, on the tests that depend on it.
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -q tests/test_lossless*.py tests/test_surface.py tests/test_session.py
+	$(OLDEST)/bin/python -m pytest -q tests/test_lossless*.py tests/test_own_generation.py tests/test_surface.py \
+		tests/test_session.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -76,7 +76,9 @@ def generate(
     corpus: Corpus = None,
     dense: Dense = False,
 ) -> None:
-    """Stream the model's answer, then say on standard error what drafting saved.
+    """Stream the model's answer.
+
+    Standard error then says what drafting saved.
 
     Example: retrodraft generate "Name three rivers, with a sentence on each." --max-new-tokens 100
 
@@ -114,9 +116,9 @@ def demo(
     threads: Threads = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 160,
 ) -> None:
-    """Answer a built-in prompt with plain generate and with retrodraft; show that the texts are equal, and the saving.
+    """Answer a built-in prompt, plain and drafted.
 
-    Exit code 1 if the texts differ.
+    Shows that the texts are equal, and the saving; exit code 1 if they differ.
     """
     rd, tokenizer = wrap(model, dtype, device, threads, None, "retro", "auto")
     from retrodraft.demo import run_demo
@@ -146,7 +148,9 @@ def bench(
     reproducible: Annotated[bool, typer.Option(help="Verify with one constant shape (see RetroDraft).")] = False,
     corpus: Corpus = None,
 ) -> None:
-    """Run systems side by side, interleaved prompt by prompt, and check every output against plain generate's.
+    """Run systems side by side on a workload.
+
+    They are interleaved prompt by prompt, and every output is checked against plain generate's.
 
     A run that was killed goes on where it stopped when started again with the same arguments. In float32, exit code 1
     says that an output of a strategy differs from plain's by more than a near tie.
@@ -179,10 +183,11 @@ def profile(
     threads: Threads = 0,
     attn: Attn = None,
 ) -> None:
-    """Measure a model once: what a verify forward costs by its number of tokens, and the rows of the hot start.
+    """Measure a model, once and for good.
 
-    Both are kept and used by every later run. The rows take a forward over the whole vocabulary, some minutes on a CPU;
-    without this command only those of the first seconds are there.
+    What a verify forward costs by its number of tokens, and the rows of the hot start. Both are kept and used by every
+    later run. The rows take a forward over the whole vocabulary, some minutes on a CPU; without this command only those
+    of the first seconds are there.
 
     Example: retrodraft profile --dtype bfloat16
     """

@@ -96,9 +96,10 @@ def _number(value: float | None) -> str:
 def markdown(results: dict[str, Any]) -> str:
     """The results as a Markdown document."""
     machine = results["machine"]
+    threads = f"{machine['cpu_threads']} thread{'s' * (machine['cpu_threads'] != 1)}"
     lines = [
         f"# {results['settings']['workload']}: {results['num_prompts']} prompts", "",
-        f"Model {results['settings']['model']}, {results['dtype']}, {machine['cpu_threads']} threads on "
+        f"Model {results['settings']['model']}, {results['dtype']}, {threads} on "
         f"{machine['processor']}; torch {machine['torch']}, transformers {machine['transformers']}. "
         "Speedup: median of the per-prompt ratios to plain generate in the same run, with a 95 % bootstrap interval.",
         "", verdict(results),

@@ -36,7 +36,9 @@ def replay(
     max_memory_mb: Annotated[int, typer.Option(min=1, help="Of a session's memory, in MiB.")] = 256,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as one JSON object.")] = False,
 ) -> None:
-    """Replay logs through the drafting strategies: will they help this workload? Needs a tokenizer, and no model.
+    """Replay logs: would drafting help?
+
+    Plays them through the drafting strategies. Needs a tokenizer, and no model.
 
     Lines of a log are {"messages": [...]}, or {"request": {"messages": ...}, "response": {"choices": ...}} as OpenAI's
     interface has them. What was answered is taken as what the model says. Each file is one namespace: it is played in

@@ -55,10 +55,11 @@ def serve(
     corpus: Corpus = None,
     dense: Dense = False,
 ) -> None:
-    """Serve the model over OpenAI's API; sessions keep their drafts and KV cache from request to request.
+    """Serve the model over OpenAI's API.
 
-    A request belongs to the session that its header X-Session-Id or its metadata.session_id names, else to the one
-    whose text it goes on with. Keys never share sessions.
+    Sessions keep their drafts and KV cache from request to request. A request belongs to the session that its header
+    X-Session-Id or its metadata.session_id names, else to the one whose text it goes on with. Keys never share
+    sessions.
 
     Example: retrodraft serve --workspace . --store ~/.cache/my-sessions
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 app = typer.Typer(
-    help="Sessions: those that were saved, and the files that those of a running server draft from.",
+    help="Saved sessions, and a running server's.\n\nFiles can be sent to the sessions of a running server.",
     epilog="Exit codes: 0 done; 2 bad input, no such session or no such file in it, a damaged session, a folder that "
     "can't be read or written, no server, or one that refuses.",
     no_args_is_help=True,
@@ -37,7 +37,9 @@ def list_command(
     namespace: Annotated[str | None, typer.Option("--namespace", help="Only of this one; default all.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List saved sessions, the one that was used last first. A store that is not there yet has none.
+    """List saved sessions, last used first.
+
+    A store that is not there yet has none.
 
     Example: retrodraft session list --json
     """
@@ -93,7 +95,9 @@ def prune(
     store: Store = None,
     as_json: Json = False,
 ) -> None:
-    """Remove old sessions, then the least recently used ones until the rest fits.
+    """Remove old sessions.
+
+    Then the least recently used ones, until the rest fits.
 
     Example: retrodraft session prune --max-size 2G --max-age-days 30
     """

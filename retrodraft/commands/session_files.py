@@ -40,7 +40,9 @@ def add(
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Send files to a running server: a session drafts from them.
+    """Send files to a session of a running server.
+
+    The session drafts from them.
 
     They go by their path below the current folder, as an agent there would name them, and count from the session's
     next request on. Texts are sent, so send a file again when it has changed. Folders are searched as `serve
@@ -65,7 +67,9 @@ def add(
 
 
 def files(name: Session, server: Server = DEFAULT_SERVER, api_key: ApiKey = None, as_json: Json = False) -> None:
-    """List the files that a session of a running server drafts from, with their tokens.
+    """List the files that a server's session has.
+
+    With their tokens; the session of a running server drafts from them.
 
     That is what was sent for the session, and for others of the same key once they had a request; files of `serve
     --workspace` are not listed. An id that no request has named yet is no error.
