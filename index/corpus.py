@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,16 @@ import numpy as np
 import numpy.typing as npt
 from sortedcontainers import SortedDict
 
-from retrodraft.index.storage import MANIFEST, IndexFormatError, Store, StoreWriter, open_store, writing
+from retrodraft.index.shards import BORDER, MAX_SHARD_TOKENS, MAX_TOKEN, PARTS, check_shards, write_shards
+from retrodraft.index.storage import MANIFEST, IndexFormatError, Store, open_store, writing
 from retrodraft.kernels import suffix_array as kernel
-from retrodraft.kernels.suffix_sorting import suffix_array
 
 Int32 = npt.NDArray[np.int32]
 KIND = "corpus"
 DENSE = "dense"  # kind, and folder in that of a corpus, of a dense index of its positions
-BORDER = -1  # closes each document
-MAX_SHARD_TOKENS = (1 << 31) - 2
-MAX_TOKEN = kernel.MAX_TOKEN
 SMALL_SHARD = 1 << 16  # tokens; a last shard of no more is written anew with what is added
 BYTES_PER_TOKEN = 14  # of memory that building a shard may take at most
-PARTS = ("tokens", "order", "keys", "borders", "names", "name_ends")
+MAX_SHARDS = 16  # of all corpora together that are drafted from: each is searched at every node that continues a match
 
 
 @dataclass(frozen=True)
@@ -96,18 +93,29 @@ class CorpusIndex:
             options: how the documents were chosen, kept in the manifest.
 
         Raises:
-            ValueError: a token id is out of range, or `path` holds something else.
+            ValueError: a token id is out of range, or `path` holds something else or lies in a store.
         """
         with writing(path) as writer:
-            shards = _write_shards(writer, documents, 0, shard_tokens)
+            shards = write_shards(writer, _named(documents), 0, shard_tokens)
             writer.commit(KIND, {"tokenizer": tokenizer or {}, "options": options or {}, "shards": shards})
         _drop_dense(path)
         return cls.open(path)
 
     @classmethod
     def open(cls, path: Path | str, check: bool = False) -> CorpusIndex:
-        """Map a corpus; `check` compares the checksums of all files too. Raises IndexFormatError."""
-        return cls(open_store(path, KIND, check))
+        """Map a corpus; `check` compares the checksums of all files too, and `max_token`. Raises IndexFormatError."""
+        corpus = cls(open_store(path, KIND, check))
+        if check:
+            corpus.check_tokens()
+        return corpus
+
+    def check_tokens(self) -> None:
+        """Raise IndexFormatError unless each shard's largest id is the one that the manifest names; O(tokens)."""
+        for number, (shard, (tokens, _, _)) in enumerate(zip(self.info["shards"], self.arrays, strict=True)):
+            if (largest := int(tokens.max())) != shard["max_token"]:
+                raise IndexFormatError(
+                    f"{self.path}: shard {number} holds ids up to {largest}, the manifest says {shard['max_token']}"
+                )
 
     @classmethod
     def merge(
@@ -175,9 +183,8 @@ class CorpusIndex:
                 writer.keep(name, present._store.entries[name])
             present._store.check(set(present._store.entries) - set(names))
             old = present.info["shards"][:num_kept]
-            new = _write_shards(
-                writer, chain(present.documents(num_kept), _drained(first), waiting), num_kept, shard_tokens
-            )
+            wanted = chain(present.documents(num_kept), _drained(first), waiting)
+            new = write_shards(writer, _named(wanted), num_kept, shard_tokens)
             if size:
                 chosen = present.info.get("options", {})
                 if options is not None:
@@ -196,10 +203,25 @@ class CorpusIndex:
         return number
 
     def compact(self, *, shard_tokens: int = MAX_SHARD_TOKENS) -> None:
-        """Join shards into as few as `shard_tokens` allows, on disk and here; O(tokens). Checked as in `merge`."""
+        """Join shards into as few as `shard_tokens` allows, on disk and here; O(tokens). Checked as in `merge`.
+
+        Shards that are larger than that already stay as they are.
+        """
         with writing(self.path) as writer:
             present = CorpusIndex.open(self.path, check=True)
-            shards = _write_shards(writer, present.documents(), 0, shard_tokens)
+            shards: list[dict[str, int]] = []
+            for is_large, group in groupby(
+                range(len(present.arrays)), lambda number: len(present.arrays[number][0]) > shard_tokens
+            ):
+                numbers = list(group)
+                if not is_large:
+                    documents = present.documents(numbers[0], numbers[-1] + 1)
+                    shards += write_shards(writer, _named(documents), len(shards), shard_tokens)
+                    continue
+                for number in numbers:
+                    for part in PARTS:
+                        writer.keep(f"{part}-{len(shards)}", present._store.entries[f"{part}-{number}"])
+                    shards.append(present.info["shards"][number])
             writer.commit(KIND, {**present.info, "shards": shards})
         self._take(open_store(self.path, KIND))
 
@@ -207,7 +229,7 @@ class CorpusIndex:
         self._store = store
         self.path = store.folder
         self.info = store.info
-        _check_shards(store)
+        check_shards(store)
         self.arrays: tuple[tuple[npt.NDArray[Any], ...], ...] = tuple(
             (store.arrays[f"tokens-{i}"], store.arrays[f"order-{i}"], store.arrays[f"keys-{i}"])
             for i in range(len(store.info["shards"]))
@@ -232,6 +254,16 @@ class CorpusIndex:
     def max_token(self) -> int:
         """Largest token id in the corpus; -1 if it is empty."""
         return max((shard["max_token"] for shard in self.info["shards"]), default=-1)
+
+    @property
+    def advice(self) -> str:
+        """What to do before drafts can be taken from the corpus; empty if nothing."""
+        if len(self.arrays) <= MAX_SHARDS:
+            return ""
+        return (
+            f"{len(self.arrays)} shards are more than the {MAX_SHARDS} that can be drafted from: join them with "
+            f"`retrodraft index compact {self.path}`"
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -302,9 +334,9 @@ class CorpusIndex:
             found.append(self._occurrence(number, int(self.arrays[number][1][place])))
         return found
 
-    def documents(self, first_shard: int = 0) -> Iterator[Document]:
-        """Every document with its name, in the order they were added; those of earlier shards are left out."""
-        for number in range(first_shard, len(self.arrays)):
+    def documents(self, first_shard: int = 0, end_shard: int | None = None) -> Iterator[Document]:
+        """Every document with its name, in the order they were added; only those of some shards, if these are given."""
+        for number in range(len(self.arrays))[first_shard:end_shard]:
             tokens, start = self.arrays[number][0], 0
             for index, end in enumerate(self._store.arrays[f"borders-{number}"].tolist()):
                 yield Document(tokens[start:end], self._name(number, index))
@@ -335,6 +367,8 @@ class CorpusIndex:
 def _known(token_ids: Sequence[int] | Int32) -> Int32:
     """The ids as int32; what no document can hold becomes BORDER, which nothing matches."""
     ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(f"token ids must be a list of whole numbers, got {ids.dtype} {ids.shape}")
     return np.where((ids < 0) | (ids > MAX_TOKEN), BORDER, ids).astype(np.int32)
 
 
@@ -342,113 +376,21 @@ def _drop_dense(path: Path | str) -> None:
     """Remove the dense index of a corpus that was replaced: its keys stand for positions that are gone."""
     folder = Path(path) / DENSE
     if (folder / MANIFEST).exists():
-        with writing(folder):  # which takes away what no manifest names
+        with writing(folder, part=True):  # which takes away what no manifest names
             (folder / MANIFEST).unlink()
         with suppress(OSError):  # something else lies there
             folder.rmdir()
+
+
+def _named(
+    documents: Iterable[Document | Sequence[int] | Int32],
+) -> Iterator[tuple[str, Sequence[int] | Int32]]:
+    """Name and token ids of each."""
+    for document in documents:
+        yield (document.name, document.token_ids) if isinstance(document, Document) else ("", document)
 
 
 def _drained(documents: deque[Document | Sequence[int] | Int32]) -> Iterator[Document | Sequence[int] | Int32]:
     """All of them; each leaves memory as it is taken."""
     while documents:
         yield documents.popleft()
-
-
-def _write_shards(
-    writer: StoreWriter, documents: Iterable[Document | Sequence[int] | Int32], first: int, shard_tokens: int
-) -> list[dict[str, int]]:
-    """Write documents as shards `first`, `first` + 1 …; returns a manifest record for each."""
-    if not 2 <= shard_tokens <= MAX_SHARD_TOKENS:
-        raise ValueError(f"shard_tokens must be from 2 to {MAX_SHARD_TOKENS}, got {shard_tokens}")
-    records: list[dict[str, int]] = []
-    pieces: list[Int32] = []
-    names: list[bytes] = []
-    size = 0
-    for document in documents:
-        name, token_ids = (document.name, document.token_ids) if isinstance(document, Document) else ("", document)
-        tokens = _checked(token_ids, name)
-        encoded = _encoded(name)
-        for start in range(0, len(tokens), shard_tokens - 1):  # a document that no shard could hold is cut
-            piece = tokens[start : start + shard_tokens - 1]
-            if size + len(piece) + 1 > shard_tokens:
-                records.append(_write_shard(writer, first + len(records), pieces, names))
-                size = 0
-            pieces.append(piece)
-            names.append(encoded)
-            size += len(piece) + 1
-    if pieces:
-        records.append(_write_shard(writer, first + len(records), pieces, names))
-    return records
-
-
-def _encoded(name: str) -> bytes:
-    """A name in UTF-8; one from the file system in its own bytes, whatever the locale made of them."""
-    try:
-        return name.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return name.encode("utf-8", "backslashreplace")
-
-
-def _checked(token_ids: Sequence[int] | Int32, name: str) -> Int32:
-    tokens = np.asarray(token_ids)
-    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise ValueError(f"document {name!r} must be a list of whole numbers, got {tokens.dtype} {tokens.shape}")
-    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= MAX_TOKEN:
-        raise ValueError(f"document {name!r} holds ids from {tokens.min()} to {tokens.max()}, not 0 to {MAX_TOKEN}")
-    return tokens.astype(np.int32)
-
-
-def _write_shard(writer: StoreWriter, number: int, pieces: list[Int32], names: list[bytes]) -> dict[str, int]:
-    """Sort and write one shard; empties `pieces` and `names`."""
-    borders = (np.cumsum([len(piece) + 1 for piece in pieces]) - 1).astype(np.int32)
-    tokens = np.full(int(borders[-1]) + 1, BORDER, np.int32)
-    start = 0
-    for piece, end in zip(pieces, borders.tolist(), strict=True):
-        tokens[start:end] = piece
-        start = end + 1
-    pieces.clear()
-    order = np.empty(len(tokens), np.int32)
-    kernel.reverse(tokens)
-    suffix_array(tokens, order)
-    kernel.reverse(tokens)
-    kernel.complement(order)
-    keys = np.empty(-(-len(tokens) // kernel.STRIDE), np.int64)
-    kernel.pack_keys(tokens, order, keys)
-    arrays: tuple[npt.NDArray[Any], ...] = (
-        tokens, order, keys, borders, np.frombuffer(b"".join(names), np.uint8),
-        np.cumsum([len(name) for name in names], dtype=np.int64),
-    )  # fmt: skip
-    for part, array in zip(PARTS, arrays, strict=True):
-        writer.add(f"{part}-{number}", array)
-    record = {"num_positions": len(tokens), "num_documents": len(names), "max_token": int(tokens.max())}
-    names.clear()
-    return record
-
-
-def _check_shards(store: Store) -> None:
-    """Raise IndexFormatError unless the manifest's facts and the arrays' shapes agree."""
-    shards = store.info.get("shards")
-    facts = ("num_positions", "num_documents", "max_token")
-    tokenizer = store.info.get("tokenizer")
-    if not isinstance(shards, list) or not isinstance(tokenizer, dict):
-        raise IndexFormatError(f"{store.folder}: the manifest lists no shards or no tokenizer")
-    wanted = {"name": str, "fingerprint": str, "vocab_size": int}
-    if any(not isinstance(tokenizer[key], wanted[key]) for key in tokenizer if key in wanted):
-        raise IndexFormatError(f"{store.folder}: the manifest's facts about the tokenizer are damaged")
-    options = store.info.get("options", {})
-    if not isinstance(options, dict) or not isinstance(options.get("added", []), list):
-        raise IndexFormatError(f"{store.folder}: the manifest's options are damaged")
-    for number, shard in enumerate(shards):
-        if not isinstance(shard, dict) or any(type(shard.get(fact)) is not int for fact in facts):
-            raise IndexFormatError(f"{store.folder}: shard {number} of the manifest is damaged")
-        size, documents = shard["num_positions"], shard["num_documents"]
-        if not 1 <= documents <= size:
-            raise IndexFormatError(f"{store.folder}: shard {number} has {documents} documents in {size} positions")
-        expected = {
-            "tokens": (np.int32, size), "order": (np.int32, size), "keys": (np.int64, -(-size // kernel.STRIDE)),
-            "borders": (np.int32, documents), "names": (np.uint8, None), "name_ends": (np.int64, documents),
-        }  # fmt: skip
-        for part, (dtype, length) in expected.items():
-            array = store.arrays.get(f"{part}-{number}")
-            if array is None or array.dtype != dtype or array.ndim != 1 or length not in (None, len(array)):
-                raise IndexFormatError(f"{store.folder}: {part}-{number} is missing or not the array of shard {number}")

@@ -153,7 +153,7 @@ class DenseIndex:
 
     def save(self, path: Path | str, info: dict[str, Any] | None = None) -> None:
         """Write to the folder `path`, replacing a store that is there; `info` (JSON) says which model and corpus."""
-        with writing(path) as writer:
+        with writing(path, part=True) as writer:
             self.write(writer, info)
 
     def write(self, writer: StoreWriter, info: dict[str, Any] | None = None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from retrodraft.index.corpus import CorpusIndex
 from retrodraft.index.files import FoundFile, find_files
 from retrodraft.index.fingerprint import tokenizer_facts
 from retrodraft.index.ingest import IngestReport, read_texts, tokenize
+from retrodraft.index.storage import check_outside
 
 
 def build_distributed(
@@ -33,7 +35,8 @@ def build_distributed(
     """Index files in `num_parts` tasks, and join the parts to one corpus in the folder `output`.
 
     Runs on the current `distributed.Client` if there is one, else on this machine's processes. Parts lie beside the
-    output until they are joined, and are removed in any case.
+    output until they are joined, and are removed in any case. Warns where the corpus has more shards than drafts are
+    taken from.
 
     Args:
         load_tokenizer: called in each task; has to be picklable.
@@ -42,7 +45,7 @@ def build_distributed(
         find_options: `include`, `exclude` and `gitignore` of `retrodraft.index.files.find_files`.
 
     Raises:
-        ValueError: nothing to index, or a path does not exist.
+        ValueError: nothing to index, a path does not exist, or the output lies in a store.
         ImportError: Dask is not installed.
     """
     try:
@@ -54,6 +57,7 @@ def build_distributed(
         raise ValueError(f"paths must be a list of files and folders, got {paths!r}; put it into one")
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, got {num_parts}")
+    check_outside(output)
     report = IngestReport()
     groups = _balanced(find_files(paths, report.skipped, **find_options), num_parts)
     Path(output).parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +78,8 @@ def build_distributed(
         corpus = CorpusIndex.merge([parts / str(number) for number in range(len(groups))], output, options=options)
     finally:
         shutil.rmtree(parts, ignore_errors=True)
+    if corpus.advice:
+        warnings.warn(f"{corpus.path}: {corpus.advice}", stacklevel=2)
     return corpus, report
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from typing import Any
+
+EMBEDDED = "embedded"  # the tokenizer out of a package, whatever folder has that name
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -39,9 +42,16 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
-    """What a corpus keeps of its tokenizer: the `name` it was loaded by, `fingerprint` and `vocab_size`."""
+    """What a corpus keeps of its tokenizer: the `name` it was loaded by, `fingerprint` and `vocab_size`.
+
+    A folder's name is made absolute, so that it is found from other folders too.
+    """
+    name = str(getattr(tokenizer, "name_or_path", ""))
+    folder = os.path.expanduser(name)
+    if name != EMBEDDED and os.path.isdir(folder):
+        name = os.path.abspath(folder)
     return {
-        "name": str(getattr(tokenizer, "name_or_path", "")), "fingerprint": tokenizer_fingerprint(tokenizer),
+        "name": name, "fingerprint": tokenizer_fingerprint(tokenizer),
         "vocab_size": tokenizer_size(tokenizer),
     }  # fmt: skip
 

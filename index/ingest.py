@@ -217,8 +217,10 @@ def _record_texts(
     if not isinstance(record, dict):
         report.skipped.append(Skipped(where, "not an object"))
     elif text_field is None and isinstance(record.get("messages"), list):
-        for number, message in enumerate(record["messages"]):
-            content = _content(message)
+        contents = [_content(message) for message in record["messages"]]
+        if not any(contents) and None not in contents:
+            report.skipped.append(Skipped(where, "no text in its messages"))
+        for number, (message, content) in enumerate(zip(record["messages"], contents, strict=True)):
             if content is None:
                 report.skipped.append(Skipped(where, f"message {number} has no text"))
             elif content and role in (None, message.get("role")):

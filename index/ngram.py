@@ -81,7 +81,12 @@ class NgramStore:
             kernel.add(*self.arrays, tokens, start, self.max_order)
 
     def candidates(self, context: Sequence[int] | Int32, k: int = 4) -> tuple[int, list[tuple[int, int]]]:
-        """Order of the longest known suffix of `context`, and its `(token, count)` followers, most frequent first."""
+        """Order of the longest known suffix of `context`, and its `(token, count)` followers, most frequent first.
+
+        Raises ValueError unless k >= 0.
+        """
+        if k < 0:
+            raise ValueError(f"k must be at least 0, got {k}")
         tail = np.asarray(context, np.int32)[-self.max_order :]
         tokens, counts = np.empty(k, np.int32), np.empty(k, np.int32)
         hashes, followers, numbers, _ = self.arrays

@@ -39,6 +39,7 @@ MANIFEST, LOCK = "manifest.json", ".lock"
 HEADER_BYTES = 64
 SMALL_FILE = 1 << 16  # bytes; no larger array is read instead of mapped, so that many small ones keep no file open
 MAX_MANIFEST_BYTES = 64 << 20
+MAX_DIMENSIONS = 8  # of an array; NumPy takes 64 at most
 LOCK_SECONDS = 120.0  # how long a writer waits for another one
 READ_ATTEMPTS = 100  # commits of others that may fall between a reader's manifest and its arrays
 DTYPES = ("|u1", "<u2", "<i4", "<i8", "<u8", "<f2", "<f4")
@@ -151,16 +152,21 @@ class StoreWriter:
 
 
 @contextmanager
-def writing(folder: Path | str) -> Iterator[StoreWriter]:
+def writing(folder: Path | str, *, part: bool = False) -> Iterator[StoreWriter]:
     """Be the only writer of a folder, which is made if need be; without `commit` nothing changes.
 
     A store that is damaged, or of another version, can be replaced; it stays as it is until then.
 
+    Args:
+        part: the store may lie in another one, as the dense index of a corpus does.
+
     Raises:
-        ValueError: the folder holds something that is not a store.
+        ValueError: the folder holds something that is not a store, or lies in a store.
         IndexBusyError: another process is writing, for LOCK_SECONDS already.
     """
     folder = Path(folder)
+    if not part:
+        check_outside(folder)
     _check_target(folder)
     is_new = not folder.exists()
     lock = _acquired(folder)
@@ -203,6 +209,13 @@ def is_store(folder: Path | str) -> bool:
     if MANIFEST in names:
         return _names_format(Path(folder))
     return bool(names) and all(name == LOCK or _STRAY.fullmatch(name) for name in names)
+
+
+def check_outside(folder: Path | str) -> None:
+    """Raise ValueError if a folder, which need not exist, lies in a store, whose writers know nothing of it."""
+    for parent in Path(os.path.realpath(folder)).parents:
+        if _names_format(parent):
+            raise ValueError(f"{folder} lies in the store {parent}; name a folder outside of it")
 
 
 def _names_format(folder: Path) -> bool:
@@ -269,6 +282,8 @@ def _read_manifest(folder: Path, kind: str | None) -> dict[str, Any]:
         raise IndexFormatError(
             f"{folder} has format version {manifest.get('version')!r}, this retrodraft reads {VERSION}; build it anew"
         )
+    if manifest.get("byte_order") != "little":
+        raise IndexFormatError(f"{folder / MANIFEST}: byte order {manifest.get('byte_order')!r}, stores are 'little'")
     if kind is not None and manifest.get("kind") != kind:
         raise IndexFormatError(f"{folder} is a store of kind {manifest.get('kind')!r}, not {kind!r}")
     for key, wanted in (("kind", str), ("build_id", str), ("files", dict), ("info", dict)):
@@ -296,6 +311,8 @@ def _entry_problem(entry: Any) -> str:
         return f"type {entry.get('dtype')!r}, stores hold {', '.join(DTYPES)}"
     if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
         return f"shape {shape!r}"
+    if len(shape) > MAX_DIMENSIONS or math.prod(size or 1 for size in shape) >= 1 << 48:  # also where a size is 0
+        return f"shape {shape!r} is too large"
     if entry.get("bytes") != HEADER_BYTES + math.prod(shape) * np.dtype(entry["dtype"]).itemsize:
         return f"{entry.get('bytes')!r} bytes do not fit the shape {shape}"
     return ""

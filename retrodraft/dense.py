@@ -107,8 +107,8 @@ def open_dense(corpus: CorpusIndex, model: Any) -> DenseIndex:
     index = DenseIndex.open(path)
     if index.info.get("model") != model_key(model):
         raise IndexFormatError(
-            f"{path} holds hidden states of another model ({index.info.get('model_name')!r}), of other weights or "
-            f"another dtype; they mean nothing to this one: {again} with this model"
+            f"{path} holds hidden states of another model ({index.info.get('model_name')!r}), or of other "
+            f"weights; they mean nothing to this one: {again} with this model"
         )
     covered, held = index.info.get("num_positions"), num_positions(corpus)
     if type(covered) is not int or not 0 < covered <= held or index.info.get("text") != _text_digest(corpus, covered):

@@ -16,7 +16,7 @@ import torch
 from retrodraft.dense import dense_info, has_dense, num_positions, open_dense, tokens_at
 from retrodraft.hidden_states import last_hidden_states
 from retrodraft.index.corpus import DENSE, KIND, CorpusIndex, Document
-from retrodraft.index.storage import MANIFEST, is_store, writing
+from retrodraft.index.storage import MANIFEST, check_outside, is_store, writing
 
 if TYPE_CHECKING:
     from retrodraft.batch import Batch
@@ -50,6 +50,7 @@ class Harvest:
         self._problem = ""  # why there will be no keys
         self._builder: DenseBuilder = DenseBuilder(waits=True)
         if self._is_new():
+            check_outside(self.path)
             _check_writable(self.path)
         else:
             corpus = CorpusIndex.open(self.path)
@@ -116,7 +117,7 @@ class Harvest:
         """Add the keys of answers that the corpus holds from `start` on; returns the projection they were made with."""
         from retrodraft.index.dense import DenseIndex
 
-        with writing(self.path / DENSE) as writer:
+        with writing(self.path / DENSE, part=True) as writer:
             present = open_dense(corpus, self._rd.model) if has_dense(corpus) else None
             rows = self._builder.finish(None if present is None else present.projection)
             index = DenseIndex(rows.projection) if present is None else present
@@ -165,7 +166,7 @@ def build_dense(
     """Run the corpus' documents through the model and save their states as its dense index.
 
     Args:
-        limit: about how many tokens to run, of documents drawn at random; 0 takes all.
+        limit: tokens to run, of documents drawn at random, the last of them cut; 0 takes all.
         progress: called with the number of tokens done and of all.
 
     Raises ValueError if the corpus is empty, or the model has no output head.
@@ -177,14 +178,17 @@ def build_dense(
     documents = _documents(corpus)
     order = np.random.default_rng(0).permutation(len(documents))  # so that the projection is fitted on all kinds
     sizes = np.diff(documents, axis=1)[order, 0]
-    enough = len(order) if not limit else int(np.searchsorted(np.cumsum(sizes), limit)) + 1
-    order, total = order[:enough], int(sizes[:enough].sum())
+    total = min(int(sizes.sum()), limit or num_positions(corpus))
+    order = order[: int(np.searchsorted(np.cumsum(sizes), total)) + 1]
     builder, done, size = DenseBuilder(), 0, _window_tokens(model)
     pool: list[tuple[int, int, int]] = []
+    left = total
     for number in order.tolist():
         start, end = documents[number].tolist()
+        end = min(end, start + left)
+        left -= end - start
         pool += _windows(start, end, size)
-        if len(pool) >= POOL or number == order[-1]:
+        if len(pool) >= POOL or not left:
             for states, positions in _states(corpus, model, pool):
                 builder.add(states, positions)
                 done += len(positions)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from retrodraft.index.adjacency import AdjacencyRows
-from retrodraft.index.corpus import CorpusIndex
+from retrodraft.index.corpus import MAX_SHARDS, CorpusIndex
 from retrodraft.index.memory import SCOPES, Memory, joined
 from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import learning
@@ -45,7 +45,6 @@ ACCEPTED_RATE, REJECTED_RATE = (0.5, 0.25)  # how far a row moves towards logits
 PRIOR_TRIALS = 20.0  # how many outcomes a shipped hit rate is worth
 FOREIGN_TRIALS = 3.0  # the same of foreign texts, whose rates are copies of the request's
 PUBLISHED_AT_ONCE, PUBLISHED_CONTEXT = 16, 16  # tokens that a running sequence shows to others, and before them
-MAX_SHARDS = 16  # of all corpora together; each is searched at every node that continues a match in it
 
 
 class Calibration:
@@ -121,7 +120,7 @@ def _padded(shards: list[tuple[npt.NDArray[Any], ...]]) -> tuple[tuple[npt.NDArr
     if len(shards) > MAX_SHARDS:
         raise ValueError(
             f"the corpora have {len(shards)} shards, at most {MAX_SHARDS} can be drafted from: "
-            "join them with `retrodraft index compact`"
+            "join corpora with `retrodraft index merge`, and the shards of one with `retrodraft index compact`"
         )
     count = 1
     while count < len(shards):

@@ -7,39 +7,20 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import retrodraft, retrodraft_here
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from indexing import result_of, save_tokenizer
+
+from retrodraft.index import CorpusIndex
+from retrodraft.index.corpus import MAX_SHARDS
 
 ASCII = {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
-
-
-def result_of(*arguments: object, **options: Any) -> dict[str, Any]:
-    """The JSON object that a command prints."""
-    done = retrodraft_here("index", *arguments, "--json", **options)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def save_tokenizer(folder: Path, extra: str = "<|im_end|>") -> Path:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(extra, special=True)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +119,13 @@ def test_eval(built: Path, tmp_path: Path) -> None:
     result = result_of("eval", built, "--workload", tmp_path / "w.jsonl")
     assert result["num_documents"] == 1 and result["num_positions"] == 15 and result["tokens_per_forward"] > 2
     assert "tokens per forward" in retrodraft_here("index", "eval", built, "--workload", tmp_path / "w.jsonl").stdout
+    text = (tmp_path / "w.jsonl").read_text()
+    assert result_of("eval", built, "--workload", "-", stdin=text)["num_positions"] == 15
+    result = result_of("eval", built, "--workload", "-", "--role", "", stdin=text)
+    assert result["num_documents"] == 1 and result["num_positions"] == len(text) - 1  # as text
+    done = retrodraft_here("index", "eval", built, "--workload", "-", "--role", "", stdin="ab")
+    assert done.stdout.startswith("1 document, 1 token: ")
+    assert "or text under --role ''" in " ".join(retrodraft_here("index", "eval", "--help").stdout.split())
 
 
 def test_strict_writes_nothing(built: Path, tokenizer: Path, sources: Path) -> None:
@@ -146,6 +134,11 @@ def test_strict_writes_nothing(built: Path, tokenizer: Path, sources: Path) -> N
     assert done.returncode == 1 and "image.png" in done.stderr
     assert retrodraft_here("index", "add", built, sources, "--strict").returncode == 1
     assert result_of("info", built) == before and result_of("verify", built)["ok"]
+    for command in (["build", sources, "-o", built, "--tokenizer", tokenizer], ["add", built, sources]):
+        done = retrodraft_here("index", *command, "--strict", "--json")
+        shown = json.loads(done.stdout)
+        assert done.returncode == 1 and not shown["ok"] and shown["problem"] == "2 files or records skipped"
+        assert shown["skipped"][0] == {"name": str(sources / "image.png"), "reason": "binary"}
     done = retrodraft_here("index", "add", built, sources / "a.py", "--strict")
     assert done.returncode == 0, done.stderr
 
@@ -190,6 +183,36 @@ def test_shards_under_a_memory_limit(tokenizer: Path, tmp_path: Path) -> None:
     facts = result_of("build", tmp_path / "big.txt", *common)
     assert facts["num_tokens"] == 220_000 and facts["num_shards"] == 3
     assert result_of("query", tmp_path / "out", "x4567")["match_length"] == 4
+    assert facts["advice"] is None
+    facts = result_of("compact", tmp_path / "out", "--max-memory", "1M")
+    assert facts["num_shards"] == 3
+    assert result_of("compact", tmp_path / "out")["num_shards"] == 1
+    assert result_of("compact", tmp_path / "out", "--max-memory", "1M")["num_shards"] == 1  # not more than there were
+
+
+def test_more_shards_than_drafts_are_taken_from(
+    built: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command that makes them says so, with what joins them; the memory too, where the machine's own is short."""
+    (tmp_path / "big.txt").write_text("0123456789 " * 120_000)
+    out, common = tmp_path / "out", ("--tokenizer", tokenizer, "--max-memory", "1M")
+    wanted = f"18 shards are more than the {MAX_SHARDS} that can be drafted from: "
+    wanted += f"join them with `retrodraft index compact {out}`"
+    commands = (
+        ["build", tmp_path / "big.txt", "-o", out, *common], ["info", out],
+        ["add", out, tmp_path / "big.txt", *common], ["merge", *[built] * 18, "-o", out],
+    )  # fmt: skip
+    for command in commands:
+        done = retrodraft_here("index", *command)
+        said = wanted.replace("18 shards", "36 shards") if command[0] == "add" else wanted
+        assert done.returncode == 0 and done.stderr == f"{said}\n", command
+        assert result_of("info", out)["advice"] == said
+    retrodraft_here("index", *commands[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("retrodraft.commands.index._shard_tokens", lambda max_memory: 1000)
+        advice = result_of("info", out)["advice"]
+    assert advice.startswith(f"{wanted} --max-memory ")
+    assert result_of("compact", out, "--max-memory", advice.split()[-1])["advice"] is None
 
 
 @pytest.mark.parametrize(
@@ -207,19 +230,23 @@ def test_shards_under_a_memory_limit(tokenizer: Path, tmp_path: Path) -> None:
         ["add", "{root}/nothing", "{root}/file"],
         ["build", "{root}/file", "-o", "/proc/x/y"], ["build", "{root}/file", "-o", "{root}/o", "--role", ""],
         ["build", "{root}/file", "-o", "{root}/o", "--field", " "],
+        ["build", "{root}/file", "-o", "{root}/s/dense"], ["build", "{root}/file", "-o", "{root}/s/a/b"],
+        ["merge", "{root}/s", "-o", "{root}/s/dense"],
     ],
-    ids=range(23),
+    ids=range(26),
 )  # fmt: skip
 def test_bad_input(arguments: list[str], tokenizer: Path, tmp_path: Path) -> None:
     """One line on standard error, exit code 2, no traceback, nothing written."""
     (tmp_path / "file").write_text("text")
     (tmp_path / "link").symlink_to("nowhere")
+    CorpusIndex.build([[1]], tmp_path / "s")
+    names = sorted(os.listdir(tmp_path / "s"))
     given = [argument.replace("{root}", str(tmp_path)) for argument in arguments]
     if given[0] == "build" and "--tokenizer" not in given and len(given) > 1:
         given += ["--tokenizer", str(tokenizer)]
     done = retrodraft_here("index", *given)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert not (tmp_path / "o").exists()
+    assert not (tmp_path / "o").exists() and sorted(os.listdir(tmp_path / "s")) == names
 
 
 def test_stores_are_no_sources(tokenizer: Path, tmp_path: Path) -> None:
@@ -248,7 +275,10 @@ def test_odd_standard_input_and_arguments(built: Path, tokenizer: Path, tmp_path
     (tmp_path / "bad\udcff name").write_text("\N{SNOWMAN} for", encoding="utf-8")
     assert result_of("build", tmp_path / "bad\udcff name", "-o", tmp_path / "o", "--tokenizer", tokenizer)
     assert result_of("query", tmp_path / "o", "\N{SNOWMAN} f")["match_length"] == 5
-    assert result_of("query", built, "-", stdin="range(10):\r\n")["match_length"] == len("range(10):\n")
+    for end in ("", "\n", "\r\n"):  # one line end of standard input, which echo puts there, is not looked up
+        assert result_of("query", built, "-", stdin=f"range(10):{end}")["match_length"] == len("range(10):")
+    assert result_of("query", built, "-", stdin="range(10):\n\n")["matched"] == "range(10):\n"
+    assert result_of("query", built, "range(10):\r\n")["matched"] == "range(10):\n"
 
 
 @pytest.mark.parametrize("key", ["name", "fingerprint", "vocab_size", "options", "shards", "num_positions"])
@@ -285,7 +315,7 @@ def test_a_full_disk(built: Path, tokenizer: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     for each in done:
-        assert each.returncode == 2 and each.stderr == "retrodraft: the index: File too large\n"
+        assert each.returncode == 2 and each.stderr == f"retrodraft: {built}: File too large\n"
     assert result_of("info", built) == before and sorted(os.listdir(built)) == names
     assert result_of("verify", built)["ok"]
 
@@ -300,31 +330,6 @@ def test_two_writers(built: Path, tmp_path: Path) -> None:
         _, errors = child.communicate(timeout=300)
         assert child.returncode == 0, errors
     assert result_of("info", built)["num_documents"] == 7 and result_of("verify", built)["ok"]
-
-
-def test_another_tokenizer_is_refused(built: Path, tmp_path: Path) -> None:
-    """O12: its ids would mean other tokens."""
-    other = save_tokenizer(tmp_path / "other", extra="<|stop|>")
-    for command in (["query", built, "x"], ["add", built, other / "tokenizer.json"]):
-        done = retrodraft_here("index", *command, "--tokenizer", other)
-        assert done.returncode == 2 and "fingerprint" in done.stderr
-
-
-def test_the_tokenizer_of_a_strangers_index_runs_no_code(built: Path, tokenizer: Path, tmp_path: Path) -> None:
-    """An index names its tokenizer; code that comes with that is not run, and nobody is asked whether it may."""
-    shutil.copytree(tokenizer, tmp_path / "strange")
-    config = {"tokenizer_class": "StrangeTokenizer", "auto_map": {"AutoTokenizer": [None, "strange.StrangeTokenizer"]}}
-    (tmp_path / "strange" / "tokenizer_config.json").write_text(json.dumps(config))
-    code = f"from transformers import PreTrainedTokenizerFast\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
-    code += "class StrangeTokenizer(PreTrainedTokenizerFast): ...\n"
-    (tmp_path / "strange" / "strange.py").write_text(code)
-    text = (built / "manifest.json").read_text()
-    (built / "manifest.json").write_text(
-        text.replace(json.dumps(str(tokenizer)), json.dumps(str(tmp_path / "strange")))
-    )
-    done = retrodraft_here("index", "query", built, "for i", stdin="y\n")
-    assert not (tmp_path / "ran").exists()
-    assert "[y/N]" not in done.stdout and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1, done.stderr
 
 
 def test_the_locale_does_not_matter(built: Path, tokenizer: Path, sources: Path, tmp_path: Path) -> None:
@@ -365,30 +370,3 @@ def test_killed_builds(built: Path, tokenizer: Path, tmp_path: Path) -> None:
     assert result_of("build", tmp_path / "big.txt", "--tokenizer", tokenizer, "-o", built)["num_shards"] == 1
     assert len(list(built.iterdir())) == 8
     shutil.rmtree(tmp_path / "new", ignore_errors=True)
-
-
-def test_a_tokenizer_that_is_out_of_reach(sources: Path, tmp_path: Path) -> None:
-    """The hub is asked once, not for two minutes: one line. The address here is one that hangs up."""
-    asked = 0
-
-    def hang_up() -> None:
-        nonlocal asked
-        with suppress(OSError):  # the listener was closed
-            while True:
-                connection, _ = listener.accept()
-                asked += 1
-                connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}", "HF_HOME": str(tmp_path)}
-        done = retrodraft("index", "build", str(sources), "-o", str(tmp_path / "x"), "--tokenizer", "no/such", **hub)
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(60)
-    assert done.returncode == 2 and 1 <= asked <= 2  # a connection that was lost is opened again
-    start = (
-        "retrodraft: tokenizer 'no/such' can't be loaded: no folder here has this name, and the hub can't be reached"
-    )
-    assert done.stderr.startswith(start) and len(done.stderr.splitlines()) == 1
-    assert not (tmp_path / "x").exists()

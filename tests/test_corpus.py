@@ -12,15 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from command import retrodraft_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrodraft.index import CorpusIndex, Document, IndexFormatError
-from retrodraft.index.corpus import BYTES_PER_TOKEN, DENSE, MAX_TOKEN
+from retrodraft.index import CorpusIndex, Document, IndexFormatError, NgramStore
+from retrodraft.index.corpus import BYTES_PER_TOKEN, DENSE
 from retrodraft.index.evaluation import evaluate
+from retrodraft.index.shards import MAX_TOKEN
 from retrodraft.index.storage import MANIFEST, writing
 
 
@@ -200,7 +203,7 @@ def test_keys_of_what_was_replaced_go(tmp_path: Path) -> None:
     for replace in ways:
         for name in ("a", "b"):
             CorpusIndex.build([[1, 2]], tmp_path / name)
-        with writing(tmp_path / "a" / DENSE) as writer:
+        with writing(tmp_path / "a" / DENSE, part=True) as writer:
             writer.add("positions", np.arange(2, dtype=np.int64))
             writer.commit(DENSE, {})
         CorpusIndex.open(tmp_path / "a").extend([[5]])
@@ -234,6 +237,51 @@ def test_ids_that_no_document_holds(tmp_path: Path) -> None:
         assert corpus.match([1, other, 2]) == corpus.find([2]) and corpus.match([other]).length == 0
     with pytest.raises(ValueError, match="k must be at least 0"):
         corpus.continuations(corpus.find([1]), -1)
+
+
+@pytest.mark.parametrize("ids", [[1.5], [[1, 2]], ["a"], [True]], ids=repr)
+def test_what_is_no_list_of_ids(tmp_path: Path, ids: Any) -> None:
+    corpus = CorpusIndex.build([[1, 2, 3]], tmp_path / "a")
+    for look_up in (corpus.match, corpus.find, lambda ids: corpus.shorter(ids, corpus.find([1]))):
+        with pytest.raises(ValueError, match="must be a list of whole numbers"):
+            look_up(ids)
+    assert corpus.match([]).length == corpus.match(np.array([])).length == 0
+
+
+def test_compacting_makes_no_more_shards_than_there_were(tmp_path: Path) -> None:
+    """A shard that is larger than the limit stays, under its new number; those between are joined."""
+    for name, sizes in (("big", [500]), ("small", [5, 5]), ("later", [9, 9, 9])):
+        corpus = CorpusIndex.build([np.arange(n) for n in sizes], tmp_path / name, shard_tokens=501)
+    names = ["small", "small", "big", "later", "small", "big", "big"]
+    corpus = CorpusIndex.merge([tmp_path / name for name in names], tmp_path / "all")
+    before = [list(document.token_ids) for document in corpus.documents()]
+    files = {path.name for path in (tmp_path / "all").glob("*.bin")}
+    corpus.compact(shard_tokens=100)
+    assert [len(tokens) for tokens, _, _ in corpus.arrays] == [24, 501, 42, 501, 501]
+    assert len(files & {path.name for path in (tmp_path / "all").glob("*.bin")}) == 3 * 6  # the large ones' own files
+    reopened = CorpusIndex.open(tmp_path / "all", check=True)
+    assert [list(document.token_ids) for document in reopened.documents()] == before
+    assert reopened.find([3, 4]).count == 12
+    reopened.extend([[3, 4]])
+    reopened.compact()
+    assert len(reopened.arrays) == 1 and reopened.find([3, 4]).count == 13
+
+
+def test_nothing_is_written_into_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the dense index of a corpus; a folder beside is free, however it is spelled."""
+    CorpusIndex.build([[1, 2, 3]], tmp_path / "a")
+    names = sorted(os.listdir(tmp_path / "a"))
+    (tmp_path / "link").symlink_to("a")
+    monkeypatch.chdir(tmp_path / "a")
+    for target in (tmp_path / "a" / DENSE, tmp_path / "link" / "b" / "c", "b", "./../a/b"):
+        for write in (lambda path: CorpusIndex.build([[1]], path), NgramStore().save):
+            with pytest.raises(ValueError, match="lies in the store .*a; name a folder outside"):
+                write(target)
+    assert sorted(os.listdir(tmp_path / "a")) == names
+    assert CorpusIndex.build([[1]], tmp_path / "a" / ".." / "b").num_documents == 1
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / MANIFEST).write_text('{"name": "a browser extension"}')
+    assert CorpusIndex.build([[1]], tmp_path / "page" / "c").num_documents == 1
 
 
 def test_joining_onto_one_of_the_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,6 +340,23 @@ def test_damaged_facts(tmp_path: Path) -> None:
             CorpusIndex.open(tmp_path / "c")
     manifest.write_text(text)
     CorpusIndex.open(tmp_path / "c", check=True)
+
+
+@pytest.mark.parametrize("value", [0, 2, 4])
+def test_a_largest_id_that_is_none(value: int, tmp_path: Path) -> None:
+    """Opening takes the manifest's word, in O(1); a check does not, nor does what copies the shard."""
+    corpus = CorpusIndex.build([[1, 2, 3]], tmp_path / "c")
+    manifest = tmp_path / "c" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"max_token": 3', f'"max_token": {value}'))
+    assert CorpusIndex.open(tmp_path / "c").max_token == value
+    for check in (
+        lambda: CorpusIndex.open(tmp_path / "c", check=True), corpus.compact,
+        lambda: CorpusIndex.merge([tmp_path / "c"], tmp_path / "d"),
+    ):  # fmt: skip
+        with pytest.raises(IndexFormatError, match=f"shard 0 holds ids up to 3, the manifest says {value}"):
+            check()
+    done = retrodraft_here("index", "verify", tmp_path / "c")
+    assert done.returncode == 1 and done.stdout.startswith("damaged: ") and "ids up to 3" in done.stdout
 
 
 def test_damaged_tables_of_documents(tmp_path: Path) -> None:

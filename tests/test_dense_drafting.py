@@ -197,8 +197,10 @@ def test_build_runs_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(harvest, "BATCH_TOKENS", 50)
     windowed = build_dense(corpus, model)
     assert sorted(windowed.positions.tolist()) == wanted
-    limited = build_dense(corpus, model, limit=60)
-    assert 60 <= len(limited) <= 60 + max(lengths)
+    for limit in (2, 60, 200, sum(lengths), 10**6):
+        limited = build_dense(corpus, model, limit=limit, progress=lambda done, total: seen.append((done, total)))
+        size = min(limit, sum(lengths))  # to the token: the last document is cut
+        assert len(limited) == size and set(limited.positions.tolist()) <= set(wanted) and seen[-1] == (size, size)
     RetroDraft(model, corpora=[corpus], dense=True)
 
 
@@ -251,10 +253,9 @@ def test_harvest_that_fails(answered: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists() and not (tmp_path / "three").exists()
     rd.generate(random_prompt(8), num_beams=2, **GREEDY)  # outside it is allowed again
     (tmp_path / "file").write_text("text")
-    with pytest.raises(ValueError, match="folder"), rd.harvest(tmp_path / "file"):
-        pass
-    with pytest.raises(ValueError, match="a file"), rd.harvest(tmp_path / "file" / "index"):
-        pass
+    for folder, message in (("file", "folder"), ("file/index", "a file"), ("one/index", "lies in the store")):
+        with pytest.raises(ValueError, match=message), rd.harvest(tmp_path / folder):
+            pass
     with pytest.raises(IndexFormatError, match="another model"):
         with RetroDraft(tiny_llama(1), hot_start=False).harvest(path):
             pass

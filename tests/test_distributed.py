@@ -49,6 +49,11 @@ def test_on_a_cluster(sources: Path, tmp_path: Path) -> None:
     assert len(corpus.arrays) == 4 and corpus.num_documents == 20
 
 
+def test_more_parts_than_drafts_are_taken_from(sources: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"out: 17 shards are more than the 16 .*`retrodraft index compact .*out`"):
+        build_distributed([sources], tmp_path / "out", byte_tokenizer, num_parts=17)
+
+
 def test_nothing_and_bad_numbers(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="nothing to index"):
@@ -58,3 +63,8 @@ def test_nothing_and_bad_numbers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be a list"):
         build_distributed(str(tmp_path), tmp_path / "out", byte_tokenizer, num_parts=1)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+    (tmp_path / "empty" / "a.txt").write_text("text")
+    names = sorted(path.name for path in CorpusIndex.build([[1]], tmp_path / "store").path.iterdir())
+    with pytest.raises(ValueError, match="lies in the store"):
+        build_distributed([tmp_path / "empty"], tmp_path / "store" / "out", byte_tokenizer, num_parts=1)
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == names

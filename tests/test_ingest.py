@@ -235,6 +235,25 @@ def test_chats_and_fields() -> None:
     assert read(text_field="code") == ["c"]
 
 
+def test_chats_without_any_text() -> None:
+    """They are named, unlike those in which only the wanted role says nothing, and broken messages name themselves."""
+    question = {"role": "user", "content": "question"}
+    chats: list[list[Any]] = [
+        [],
+        [{"role": "assistant", "content": None}],
+        [question],
+        ["broken"],
+        [question, "broken"],
+    ]
+    stream = "\n".join(json.dumps({"messages": chat, "text": "beside"}) for chat in chats).encode()
+    report = IngestReport()
+    assert list(read_jsonl(io.BytesIO(stream), "f", report, role="assistant")) == []
+    assert [(item.name, item.reason) for item in report.skipped] == [
+        ("f:1", "no text in its messages"), ("f:2", "no text in its messages"), ("f:4", "message 0 has no text"),
+        ("f:5", "message 1 has no text"),
+    ]  # fmt: skip
+
+
 def test_parquet(tmp_path: Path) -> None:
     messages = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], None]
     parquet.write_table(pa.table({"text": ["one", None, "two\r\n"]}), tmp_path / "t.parquet")

@@ -78,7 +78,9 @@ def test_longest_known_order_answers() -> None:
     assert store.candidates([1, 2, 3]) == (3, [(4, 1)])
     assert store.candidates([8]) == store.candidates([]) == store.candidates([-1]) == (0, [])
     assert store.candidates([3, -1]) == (0, []) and store.candidates([-1, 3])[0] == 1
-    assert store.candidates([3], k=1) == (1, [(4, 1)])
+    assert store.candidates([3], k=1) == (1, [(4, 1)]) and store.candidates([3], k=0) == (1, [])
+    with pytest.raises(ValueError, match="k must be at least 0, got -1"):
+        store.candidates([3], -1)
 
 
 def test_a_border_is_not_crossed() -> None:

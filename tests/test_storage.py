@@ -115,12 +115,20 @@ def test_names_that_leave_the_folder(folder: Path, name: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": "|O"}, {"dtype": "O"}, {"dtype": None}, {"shape": [-1]}, {"shape": [10**9]}, {"shape": "x"},
-     {"bytes": 5}, {"shape": [True]}, {"sha256": 5}, {"build_id": "../x"}],
+     {"shape": [0, *[1] * 70], "bytes": 64}, {"shape": [0, 1 << 47, 1 << 47], "bytes": 64},
+     {"shape": [0] * 9, "bytes": 64}, {"bytes": 5}, {"shape": [True]}, {"sha256": 5}, {"build_id": "../x"}],
     ids=str,
 )  # fmt: skip
 def test_entries_that_make_no_sense(folder: Path, changes: dict[str, object]) -> None:
     edit(folder, **changes)
-    with pytest.raises(IndexFormatError):
+    with pytest.raises(IndexFormatError, match="entry 'a'"):
+        open_store(folder, "test")
+
+
+@pytest.mark.parametrize("order", ["big", None, 1])
+def test_another_byte_order(folder: Path, order: object) -> None:
+    (folder / MANIFEST).write_text(json.dumps({**manifest_of(folder), "byte_order": order}))
+    with pytest.raises(IndexFormatError, match=f"byte order {order!r}"):
         open_store(folder, "test")
 
 

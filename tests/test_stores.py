@@ -15,7 +15,7 @@ from tiny import random_prompt, repetitive, tiny_llama
 
 from retrodraft import RetroDraft
 from retrodraft.index.adjacency import AdjacencyRows
-from retrodraft.index.corpus import CorpusIndex
+from retrodraft.index.corpus import MAX_SHARDS, CorpusIndex
 from retrodraft.index.fingerprint import tokenizer_fingerprint
 from retrodraft.index.memory import Memory, joined
 from retrodraft.index.storage import IndexFormatError
@@ -23,7 +23,7 @@ from retrodraft.index.suffix_automaton import SuffixAutomaton
 from retrodraft.kernels import candidates as c
 from retrodraft.kernels.learning import learn_rows
 from retrodraft.kernels.suffix_array import MAX_MATCH
-from retrodraft.retro import MAX_SHARDS, RetroStrategy
+from retrodraft.retro import RetroStrategy
 
 VOCAB = 50
 Shard = tuple[np.ndarray, ...]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from retrodraft.commands.documents import disk_errors
+from retrodraft.commands.documents import counted, disk_errors
 from retrodraft.options import check_model
 
 app = typer.Typer(
@@ -31,7 +31,7 @@ def build(
     model: Annotated[str, typer.Option(help="'embedded', a folder, or a name on the hub.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
     device: Annotated[str, typer.Option(help="As torch names it, for instance cpu or cuda:0.")] = "cpu",
-    limit: Annotated[int, typer.Option(min=0, help="About so many tokens, of documents at random; 0 takes all.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="So many tokens, of documents at random; 0 takes all.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Keep a model's hidden states along an index.
@@ -58,7 +58,7 @@ def build(
     started = time.perf_counter()
     loaded, tokenizer = load_model(model, dtype=dtype, device=device)
     corpus.check_tokenizer(tokenizer_fingerprint(tokenizer), loaded.get_input_embeddings().weight.shape[0])
-    with disk_errors(), _bar(as_json) as bar:
+    with disk_errors(str(corpus.path / DENSE)), _bar(as_json) as bar:
         task = bar.add_task("running", total=None, rate="")
 
         def progress(done: int, total: int) -> None:
@@ -76,7 +76,7 @@ def build(
         typer.echo(json.dumps(facts))
     else:
         typer.echo(
-            f"{folder}: {len(made):,} keys over {corpus.num_tokens:,} tokens, {num_bytes:,} bytes, "
+            f"{folder}: {counted(len(made), 'key')} over {counted(corpus.num_tokens, 'token')}, {num_bytes:,} bytes, "
             f"{facts['seconds']:.0f} s"
         )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import typer
@@ -54,9 +56,19 @@ def find(chosen: Selection) -> tuple[list[FoundFile], IngestReport]:
 
 @contextmanager
 def ingest(
-    chosen: Selection, files: list[FoundFile], report: IngestReport, tokenizer: Any, strict: bool, quiet: bool
+    chosen: Selection,
+    files: list[FoundFile],
+    report: IngestReport,
+    tokenizer: Any,
+    index: Path,
+    *,
+    strict: bool = False,
+    as_json: bool = False,
 ) -> Iterator[Iterable[Document]]:
-    """The documents, read as they are consumed, under a progress bar; `report` fills meanwhile."""
+    """The documents, read as they are consumed, under a progress bar; `report` fills meanwhile.
+
+    `index` is the folder that a full disk is about. With `strict` a skipped file ends the command.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -73,7 +85,7 @@ def ingest(
 
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-        console=Console(stderr=True), disable=quiet or not sys.stderr.isatty(), transient=True,
+        console=Console(stderr=True), disable=as_json or not sys.stderr.isatty(), transient=True,
     )  # fmt: skip
     total = None if "-" in chosen.paths else sum(file.size for file in files)
 
@@ -86,7 +98,12 @@ def ingest(
             yield document
         bar.update(task, description="sorting", completed=report.num_bytes)
         if strict and report.skipped:
-            print_skipped(report.skipped)
+            if as_json:
+                problem = f"{counted(len(report.skipped), 'file or record', 'files or records')} skipped"
+                skipped = [vars(item) for item in report.skipped]
+                typer.echo(json.dumps({"ok": False, "problem": problem, "skipped": skipped}))
+            else:
+                print_skipped(report.skipped)
             raise typer.Exit(1)
         if report.num_documents == 0:
             print_skipped(report.skipped)
@@ -94,7 +111,7 @@ def ingest(
             where = ", ".join("standard input" if path == "-" else path for path in chosen.paths)
             raise ValueError(f"nothing to index in {where}: no text{of_role} was found")
 
-    with bar, disk_errors():
+    with bar, disk_errors(str(index)):
         yield documents()
 
 
@@ -128,12 +145,29 @@ def named_tokenizer(name: str, workers: int) -> tuple[Any, dict[str, Any]]:
 
 def index_tokenizer(corpus: CorpusIndex, name: str | None, workers: int) -> Any:
     """The tokenizer of an index, by the name in its manifest or the one given; raises ValueError if it is another."""
-    name = name or str(corpus.info["tokenizer"].get("name", ""))
-    if not name:
+    own = str(corpus.info["tokenizer"].get("name", ""))
+    if not (name or own):
         raise ValueError(f"{corpus.path} does not name its tokenizer; give --tokenizer")
-    loaded, facts = named_tokenizer(name, workers)
+    try:
+        loaded, facts = named_tokenizer(name or own, workers)
+    except ValueError as error:
+        if name:
+            raise
+        raise ValueError(f"{corpus.path}: {error}; if it is elsewhere now, give --tokenizer") from error
+    if corpus.fingerprint and facts["fingerprint"] != corpus.fingerprint:
+        is_own = not name or name == own
+        raise ValueError(
+            f"{corpus.path} was built with tokenizer {own!r}, fingerprint {corpus.fingerprint[:12]}; "
+            f"{'that' if is_own else repr(name)} has fingerprint {facts['fingerprint'][:12]}"
+            f"{' now: build the index anew' if is_own else ': leave --tokenizer out' if own else ''}"
+        )
     corpus.check_tokenizer(facts["fingerprint"], facts["vocab_size"])
     return loaded
+
+
+def counted(number: int, name: str, names: str = "") -> str:
+    """A number with its noun, in the plural where that is due."""
+    return f"{number:,} {name if number == 1 else names or name + 's'}"
 
 
 def print_skipped(skipped: Sequence[Skipped]) -> None:

@@ -15,6 +15,7 @@ import typer
 from retrodraft.commands import dense
 from retrodraft.commands.documents import (
     Selection,
+    counted,
     disk_errors,
     find,
     index_tokenizer,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from retrodraft.index.ingest import IngestReport
 
 app = typer.Typer(
-    help="Corpora on disk that drafts are taken from: code, documents, logs of earlier answers.",
+    help="Corpora on disk to draft from.\n\nMade of code, documents, logs of earlier answers.",
     epilog="Exit codes: 0 done; 1 damaged index (verify), or files skipped under --strict; 2 bad input, nothing "
     "to index, or a folder that can't be written; 130 interrupted. A build that fails leaves what was there before.",
     no_args_is_help=True,
@@ -81,12 +82,14 @@ def build(
     Example: retrodraft index build answers.jsonl -o answers.index --role assistant --dedup
     """
     from retrodraft.index.corpus import CorpusIndex
+    from retrodraft.index.storage import check_outside
 
     shard_tokens = _shard_tokens(max_memory)
+    check_outside(output)
     chosen = Selection(paths, include or [], exclude or [], gitignore, field, role, dedup)
     files, report = find(chosen)
     loaded, facts = named_tokenizer(tokenizer, workers)
-    with ingest(chosen, files, report, loaded, strict, as_json) as documents:
+    with ingest(chosen, files, report, loaded, output, strict=strict, as_json=as_json) as documents:
         corpus = CorpusIndex.build(
             documents, output, tokenizer=facts, shard_tokens=shard_tokens, options=asdict(chosen)
         )  # fmt: skip
@@ -109,8 +112,9 @@ def add(
     max_memory: MaxMemory = "auto",
     as_json: Json = False,
 ) -> None:
-    """Add files to an index; small shards at its end are written anew with them.
+    """Add files to an index.
 
+    Small shards at its end are written anew with them.
     Options are those of build; --dedup compares the new files only.
 
     Example: retrodraft index add my.index more/ --strict
@@ -122,7 +126,7 @@ def add(
     chosen = Selection(paths, include or [], exclude or [], gitignore, field, role, dedup)
     files, report = find(chosen)
     loaded = index_tokenizer(corpus, tokenizer, workers)
-    with ingest(chosen, files, report, loaded, strict, as_json) as documents:
+    with ingest(chosen, files, report, loaded, index, strict=strict, as_json=as_json) as documents:
         corpus.extend(documents, shard_tokens=shard_tokens, options=_given(asdict(chosen)))
     _print_built(corpus, report, as_json)
 
@@ -141,7 +145,7 @@ def merge(
     """
     from retrodraft.index.corpus import CorpusIndex
 
-    with disk_errors():
+    with disk_errors(str(output)):
         corpus = CorpusIndex.merge(indexes, output)
     _print_info(corpus, as_json)
 
@@ -150,7 +154,7 @@ def merge(
 def compact(index: Index, max_memory: MaxMemory = "auto", as_json: Json = False) -> None:
     """Sort an index's shards into one.
 
-    Or into as few as --max-memory allows. Look-ups search each shard, so few are quicker.
+    Or into as few as --max-memory allows; larger shards stay. Look-ups search each shard, so few are quicker.
 
     Example: retrodraft index compact my.index
     """
@@ -158,7 +162,7 @@ def compact(index: Index, max_memory: MaxMemory = "auto", as_json: Json = False)
 
     shard_tokens = _shard_tokens(max_memory)
     corpus = CorpusIndex.open(index)
-    with disk_errors():
+    with disk_errors(str(index)):
         corpus.compact(shard_tokens=shard_tokens)
     _print_info(corpus, as_json)
 
@@ -177,7 +181,7 @@ def info(index: Index, as_json: Json = False) -> None:
 @app.command()
 def query(
     index: Index,
-    text: Annotated[str, typer.Argument(help="Text whose end is looked up; - reads standard input.")],
+    text: Annotated[str, typer.Argument(help="Text whose end is looked up; - is standard input, less a last newline.")],
     k: Annotated[int, typer.Option(min=1, max=64, help="Continuations.")] = 8,
     documents: Annotated[int, typer.Option(min=0, help="Documents to name.")] = 5,
     tokenizer: Tokenizer = None,
@@ -200,6 +204,7 @@ def query(
     raw = standard_input().read() if text == "-" else os.fsencode(text)
     try:
         wanted = raw.decode("utf-8-sig").replace("\r\n", "\n")
+        wanted = wanted.removesuffix("\n") if text == "-" else wanted  # which echo and editors put there
     except UnicodeDecodeError:
         raise ValueError("the text to look up is not UTF-8") from None
     found = list(tokenize([Text("query", wanted)], loaded, IngestReport()))
@@ -248,7 +253,7 @@ def verify(index: Index, as_json: Json = False) -> None:
     try:
         stores = [open_store(index, None, check=True)]
         if stores[0].kind == KIND:
-            CorpusIndex(stores[0])  # compares the facts of the manifest with the arrays
+            CorpusIndex(stores[0]).check_tokens()  # and the facts of the manifest with the arrays
         if (index / DENSE / MANIFEST).exists():
             stores.append(open_store(index / DENSE, None, check=True))
     except IndexFormatError as error:
@@ -266,7 +271,9 @@ def evaluate_index(
     index: Index,
     workload: Annotated[list[str], typer.Option(help="Texts to replay: .jsonl, .parquet or text; repeatable.")],
     field: Field = None,
-    role: Annotated[str, typer.Option(help="Of chat logs, only this role's messages; '' takes all.")] = "assistant",
+    role: Annotated[
+        str, typer.Option(help="Of chat logs, only this role's messages; '' takes all, and standard input as text.")
+    ] = "assistant",
     num_draft_tokens: Annotated[int, typer.Option(min=0, help="Longest draft.")] = 16,
     limit: Annotated[int, typer.Option(min=0, help="Documents, from the start; 0 takes all.")] = 0,
     tokenizer: Tokenizer = None,
@@ -275,7 +282,7 @@ def evaluate_index(
     """Replay texts: how often drafts would be right.
 
     They are replayed as if a model wrote them, and drafted from the index alone; no model is needed. Use texts that are
-    not in the index.
+    not in the index. --workload - is standard input: jsonl, or text under --role ''.
 
     Example: retrodraft index eval my.index --workload answers.jsonl --limit 100
     """
@@ -288,7 +295,7 @@ def evaluate_index(
     chosen = Selection(workload, field=field, role=role or None)
     files, report = find(chosen)
     loaded = index_tokenizer(corpus, tokenizer, 0)
-    with ingest(chosen, files, report, loaded, False, as_json) as documents:
+    with ingest(chosen, files, report, loaded, index, as_json=as_json) as documents:
         started = time.perf_counter()
         result = evaluate(corpus, islice(documents, limit or None), num_draft_tokens).as_dict()
     result["seconds"] = time.perf_counter() - started
@@ -298,15 +305,17 @@ def evaluate_index(
         return
     print_skipped(report.skipped)
     typer.echo(
-        f"{_counted(result['num_documents'], 'document')}, {result['num_positions']:,} tokens: the most frequent "
-        f"continuation was right {result['top_1_rate']:.1%} of the time, one of eight {result['top_8_rate']:.1%}; "
-        f"matches of {result['mean_match_length']:.1f} tokens on average.\nDrafts of up to {num_draft_tokens} tokens "
-        f"from the index alone: {result['tokens_per_forward']:.2f} tokens per forward."
+        f"{counted(result['num_documents'], 'document')}, {counted(result['num_positions'], 'token')}: the most "
+        f"frequent continuation was right {result['top_1_rate']:.1%} of the time, one of eight "
+        f"{result['top_8_rate']:.1%}; matches of {result['mean_match_length']:.1f} tokens on average.\n"
+        f"Drafts of up to {counted(num_draft_tokens, 'token')} from the index alone: "
+        f"{result['tokens_per_forward']:.2f} tokens per forward."
     )
 
 
 def _shard_tokens(max_memory: str) -> int:
-    from retrodraft.index.corpus import BYTES_PER_TOKEN, MAX_SHARD_TOKENS
+    from retrodraft.index.corpus import BYTES_PER_TOKEN
+    from retrodraft.index.shards import MAX_SHARD_TOKENS
 
     if max_memory.strip().lower() == "auto":
         return min(max(_machine_memory() // 2 // BYTES_PER_TOKEN, 1 << 20), MAX_SHARD_TOKENS)
@@ -330,10 +339,6 @@ def _machine_memory() -> int:
         return 8 << 30
 
 
-def _counted(number: int, name: str) -> str:
-    return f"{number:,} {name}{'s' * (number != 1)}"
-
-
 def _facts(corpus: CorpusIndex) -> dict[str, Any]:
     from retrodraft.index.corpus import DENSE
     from retrodraft.index.storage import MANIFEST, IndexFormatError, open_store
@@ -350,8 +355,19 @@ def _facts(corpus: CorpusIndex) -> dict[str, Any]:
         "path": str(corpus.path), "num_tokens": corpus.num_tokens, "num_documents": corpus.num_documents,
         "num_shards": len(corpus.arrays), "bytes": corpus.nbytes,
         "bytes_per_token": corpus.nbytes / max(corpus.num_tokens, 1), "tokenizer": corpus.info["tokenizer"],
-        "options": corpus.info.get("options", {}), "dense": keys,
+        "options": corpus.info.get("options", {}), "dense": keys, "advice": _advice(corpus),
     }  # fmt: skip
+
+
+def _advice(corpus: CorpusIndex) -> str | None:
+    """What to do about too many shards, with the memory that this takes where the machine's is not enough by itself."""
+    from retrodraft.index.corpus import BYTES_PER_TOKEN, MAX_SHARDS
+
+    # Two neighbours hold more than one shard may: so many tokens in each make few enough, wherever documents end.
+    needed = 2 * (corpus.num_tokens + corpus.num_documents) // (MAX_SHARDS - 1) + 1
+    if not corpus.advice or needed <= _shard_tokens("auto"):
+        return corpus.advice or None
+    return f"{corpus.advice} --max-memory {needed * BYTES_PER_TOKEN // (1 << 20) + 1}M"
 
 
 def _print_info(corpus: CorpusIndex, as_json: bool) -> None:
@@ -360,18 +376,24 @@ def _print_info(corpus: CorpusIndex, as_json: bool) -> None:
         typer.echo(json.dumps(facts))
         return
     tokenizer = facts["tokenizer"]
+    named = f"tokenizer {tokenizer['name']!r}" if tokenizer.get("name") else "no tokenizer named"
+    if "vocab_size" in tokenizer:
+        named += f", {counted(tokenizer['vocab_size'], 'token')}"
+    if tokenizer.get("fingerprint"):
+        named += f", fingerprint {tokenizer['fingerprint'][:16]}"
     typer.echo(
-        f"{facts['path']}: {_counted(facts['num_tokens'], 'token')} in {_counted(facts['num_documents'], 'document')}, "
-        f"{_counted(facts['num_shards'], 'shard')}, {facts['bytes']:,} bytes "
-        f"({facts['bytes_per_token']:.2f} a token)\ntokenizer {tokenizer.get('name', '?')!r}, "
-        f"{tokenizer.get('vocab_size', '?')} tokens, fingerprint {tokenizer.get('fingerprint', '?')[:16]}"
+        f"{facts['path']}: {counted(facts['num_tokens'], 'token')} in {counted(facts['num_documents'], 'document')}, "
+        f"{counted(facts['num_shards'], 'shard')}, {facts['bytes']:,} bytes "
+        f"({facts['bytes_per_token']:.2f} a token)\n{named}"
     )
     typer.echo(f"options {json.dumps(_given(facts['options']))}")
     keys = facts["dense"]
     if keys and "problem" in keys:
         typer.echo(f"dense: damaged: {keys['problem']}")
     elif keys:
-        typer.echo(f"dense: {_counted(keys['num_keys'], 'key')} of model {keys['model']!r}, {keys['bytes']:,} bytes")
+        typer.echo(f"dense: {counted(keys['num_keys'], 'key')} of model {keys['model']!r}, {keys['bytes']:,} bytes")
+    if facts["advice"]:
+        typer.echo(facts["advice"], err=True)
 
 
 def _print_built(corpus: CorpusIndex, report: IngestReport, as_json: bool) -> None:
@@ -382,5 +404,5 @@ def _print_built(corpus: CorpusIndex, report: IngestReport, as_json: bool) -> No
         return
     print_skipped(report.skipped)
     if report.num_duplicates:
-        typer.echo(f"left out {_counted(report.num_duplicates, 'repeated document')}", err=True)
+        typer.echo(f"left out {counted(report.num_duplicates, 'repeated document')}", err=True)
     _print_info(corpus, False)
