@@ -31,12 +31,14 @@ from retrodraft.arguments import (
 from retrodraft.batch import Batch
 from retrodraft.budget import MAX_NODES, Budget, cached_cost_curve
 from retrodraft.cache import fresh_cache
-from retrodraft.capabilities import check_context, depth_limit, node_limit, probe, reason_to_delegate
+from retrodraft.capabilities import probe
 from retrodraft.compat import decoding_methods, streamer_of_caller
+from retrodraft.delegation import reason_to_delegate
 from retrodraft.enabling import generating_with
 from retrodraft.hidden_states import HeadStates
 from retrodraft.hot_start import hot_rows
 from retrodraft.index.memory import Memory
+from retrodraft.positions import check_context, depth_limit, node_limit
 from retrodraft.retro import RetroStrategy
 from retrodraft.sessions.table import SessionTable
 from retrodraft.stats import DecodingStats

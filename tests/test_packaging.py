@@ -22,8 +22,8 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 WITH_TRANSFORMERS = {
-    "arguments", "batch", "bench", "budget", "cache", "capabilities", "cli", "compat", "hot_start", "models",
-    "server/engine", "server/generation", "sessions/prefix", "sessions/session", "snapshot", "target", "verify",
+    "arguments", "batch", "bench", "budget", "cache", "capabilities", "cli", "compat", "delegation", "hot_start",
+    "models", "server/engine", "server/generation", "sessions/prefix", "sessions/session", "snapshot", "target", "verify",
 }  # fmt: skip
 
 
