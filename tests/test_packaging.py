@@ -23,7 +23,8 @@ MAY_IMPORT = {
 }  # fmt: skip
 WITH_TRANSFORMERS = {
     "arguments", "batch", "bench", "budget", "cache", "capabilities", "cli", "compat", "delegation", "hot_start",
-    "models", "server/engine", "server/generation", "sessions/prefix", "sessions/session", "snapshot", "target", "verify",
+    "models", "server/engine", "server/generation", "sessions/prefix", "sessions/session", "snapshot", "target",
+    "verify",
 }  # fmt: skip
 
 
