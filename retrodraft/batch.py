@@ -10,7 +10,9 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from retrodraft.budget import Budget
 from retrodraft.cache import DraftCache, cached_length
+from retrodraft.capabilities import Mode
 from retrodraft.compat import CACHE_ARG, CACHE_ARGS, cache_arg, cache_in
 from retrodraft.hidden_states import HeadStates
 from retrodraft.outputs import Recorder, stacked
@@ -63,7 +65,8 @@ class Batch:
     def __init__(
         self,
         target: TargetModel,
-        recurrent: bool,
+        mode: Mode,
+        budget: Budget,
         drafts: list[StrategyRow],
         input_ids: torch.Tensor,  # int64 [batch_size, prompt_length], left padded
         logits_processor: Any,
@@ -73,6 +76,7 @@ class Batch:
         model_kwargs: dict[str, Any],
     ) -> None:
         self._target, self._input_ids, self._config = (target, input_ids, generation_config)
+        self.mode, self.budget = mode, budget
         self._streamer, self._model_kwargs = streamer, model_kwargs
         self._native = cache_in(model_kwargs)
         mask = model_kwargs.get("attention_mask")
@@ -84,7 +88,7 @@ class Batch:
         self._forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in skipped and v is not None}
         self._cache: DraftCache | None = None
         self._recurrent: SnapshotVerifier | None = None
-        if recurrent:
+        if mode == "snapshot":
             self._recurrent = SnapshotVerifier(target.model, self._native)
         else:
             self._cache = self._native if isinstance(self._native, DraftCache) else DraftCache(self._native, batch_size)

@@ -24,7 +24,7 @@ from retrodraft.cache import DraftCache, unsupported_layer
 from retrodraft.compat import INDEXED_LAYER, cache_arg
 from retrodraft.folders import cache_folder, keep
 from retrodraft.snapshot import SnapshotVerifier
-from retrodraft.target import TargetModel, own_parts, takes_positions, tree_hooks
+from retrodraft.target import TargetModel, evaluating, own_parts, takes_positions, tree_hooks
 from retrodraft.tree import DraftTree
 
 Mode = Literal["tree", "chain", "snapshot", "plain"]
@@ -35,7 +35,7 @@ PLAIN_STEPS = 6  # tokens of plain `generate` that are compared with
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 LOW_PRECISION_TOLERANCE = 5e-2  # of the largest logit: a wrong mask is off by far more, rounding by less
 # A model's own code may fail in any of these ways on a shape that it does not know; that is a verdict, not a fault.
-PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+PROBE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -91,29 +91,22 @@ def _reason_against(model: Any) -> str:
 
 def run_probe(model: Any) -> Capabilities:
     """Try the modes in order of speed and return the first whose logits are right."""
-    training = model.training
-    model.eval()
     attempts: list[tuple[Mode, Callable[[Any], float]]] = [
         ("tree", _try_tree), ("chain", _try_chain), ("snapshot", _try_snapshot)
     ]  # fmt: skip
     if str(model.config._attn_implementation).startswith("flash"):
         attempts = attempts[1:]
     reasons = []
-    try:
-        with torch.inference_mode(), tree_hooks():
-            for mode, attempt in attempts:
-                try:
-                    difference = max(attempt(model), _try_steps(model, mode))
-                except PROBE_ERRORS as error:
-                    reasons.append(
-                        f"{mode}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-                    )
-                    continue
-                if difference <= TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE):
-                    return Capabilities(mode, "; ".join(reasons), difference)
-                reasons.append(f"{mode}: logits differ by {difference:.1e}")
-    finally:
-        model.train(training)
+    with evaluating(model), torch.inference_mode(), tree_hooks():
+        for mode, attempt in attempts:
+            try:
+                difference = max(attempt(model), _try_steps(model, mode))
+            except PROBE_ERRORS as error:
+                reasons.append(f"{mode}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                continue
+            if difference <= TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE):
+                return Capabilities(mode, "; ".join(reasons), difference)
+            reasons.append(f"{mode}: logits differ by {difference:.1e}")
     return Capabilities("plain", "; ".join(reasons), 0.0)
 
 
@@ -172,7 +165,7 @@ def _try_steps(model: Any, mode: Mode) -> float:
     plain: Any = object.__new__(type(model))
     plain.__dict__ = {**model.__dict__, "generation_config": GenerationConfig()}  # the same but for its settings
     text = torch.tensor([prefix], device=model.device)
-    output = type(model).generate(
+    output = GenerationMixin.generate(
         plain, text, attention_mask=torch.ones_like(text), max_new_tokens=PLAIN_STEPS, do_sample=False,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip

@@ -29,9 +29,9 @@ from retrodraft.arguments import (
     opened_dense,
 )
 from retrodraft.batch import Batch
-from retrodraft.budget import MAX_NODES, Budget, cached_cost_curve
+from retrodraft.budget import MAX_NODES
 from retrodraft.cache import fresh_cache
-from retrodraft.capabilities import probe
+from retrodraft.capabilities import Capabilities
 from retrodraft.compat import decoding_methods, streamer_of_caller
 from retrodraft.delegation import reason_to_delegate
 from retrodraft.enabling import generating_with
@@ -41,14 +41,13 @@ from retrodraft.index.memory import Memory
 from retrodraft.positions import check_context, depth_limit, node_limit
 from retrodraft.retro import RetroStrategy
 from retrodraft.sessions.table import SessionTable
+from retrodraft.setups import Setup, Setups
 from retrodraft.stats import DecodingStats
 from retrodraft.strategies import make_strategy
 from retrodraft.strategy import StrategyRow
 from retrodraft.target import (
     HARVEST_LIMIT,
     PromptHarvest,
-    TargetModel,
-    forward_kind,
     top_logits,
     tree_hooks,
     weights_state,
@@ -120,7 +119,7 @@ class RetroDraft:
         opened = opened_corpora(corpora, tokenizer, self.vocab_size)
         self._dense = opened_dense(opened, model) if dense else None
         self.strategy = make_strategy(strategy, self.vocab_size, opened, self._dense)
-        self.capabilities = probe(model)
+        self._setups = Setups(model)
         if (
             checked_flag("hot_start", hot_start)
             and isinstance(self.strategy, RetroStrategy)
@@ -128,9 +127,6 @@ class RetroDraft:
         ):
             self.strategy.adjacency.start_from(*hot_rows(model, tokenizer))
         self._fixed_budget = fixed
-        self._budget: Budget | None = None  # the cost curve is measured when the first call needs it
-        self._target = TargetModel(model)
-        self._kind = forward_kind(model)
         self.model_state: Any = None  # the kind and the weights, as the last call found them
         self._view = _drafting_view(self)
         self._lock = threading.Lock()  # the learned state is shared by threads
@@ -168,22 +164,22 @@ class RetroDraft:
         """The decoding loop in the form of HF's `custom_generate` callables: `generate(..., custom_generate=rd)`."""
         if model is not self.model and model is not self._view:
             raise ValueError("this RetroDraft was made for another model: wrap the one that generates")
-        self.follow_model()
+        setup = self.follow_model()
         check_context(self.model.config.get_text_config(decoder=True), input_ids.shape[1])
-        if model_kwargs.get("inputs_embeds") is None:
-            check_ids(input_ids, embedding_rows(self.model))
         streamer = streamer if streamer is not None else streamer_of_caller()
         mode = decoding_methods().get(generation_config.get_generation_mode())
         if mode == "_sample":
             reason = reason_to_delegate(
-                self.capabilities, self.model, input_ids, generation_config, logits_processor,
+                setup.capabilities, self.model, input_ids, generation_config, logits_processor,
                 stopping_criteria, synced_gpus, streamer, model_kwargs,
             )  # fmt: skip
         else:
             reason = f"{(mode or 'this mode').strip('_')} keeps several hypotheses or has a drafter of its own"
         if reason is None:
+            if model_kwargs.get("inputs_embeds") is None:
+                check_ids(self.model, input_ids)
             return self._decode(
-                input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+                setup, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
             )
         self._leave_to_plain(reason)
         self.stats = self._active.stats = DecodingStats()  # nothing was drafted
@@ -200,22 +196,24 @@ class RetroDraft:
         with generating_with(self.model, self.generate):
             yield self
 
-    def follow_model(self) -> None:
+    @property
+    def capabilities(self) -> Capabilities:
+        """The probe's verdict on the model, as it was at the last call."""
+        return self._setups.newest.capabilities
+
+    def follow_model(self) -> Setup:
         """Notice what was changed in the model since the last call: how it can be verified is probed again."""
         if embedding_rows(self.model) < self.vocab_size:
             raise ValueError("the model has fewer tokens than when it was wrapped: wrap it again, RetroDraft(model)")
-        kind = forward_kind(self.model)
-        if kind != self._kind:
-            self.capabilities = probe(self.model)
-            self._target, self._budget, self._kind = TargetModel(self.model), None, kind
-        self.model_state = kind, weights_state(self.model)
+        setup = self._setups.follow()
+        self.model_state = setup.kind, weights_state(self.model)
+        return setup
 
     def reset(self) -> None:
         """Forget everything learned from earlier calls, the cumulative statistics included."""
         with self._lock:
             self.strategy.reset()
-            if self._budget is not None:
-                self._budget.reset()
+            self._setups.reset()
             self.total_stats = DecodingStats()
 
     def session(self, name: str, namespace: str = "default", store: Path | str | None = None) -> Session:
@@ -265,6 +263,7 @@ class RetroDraft:
 
     def _decode(
         self,
+        setup: Setup,
         input_ids: torch.Tensor,
         logits_processor: Any,
         stopping_criteria: Any,
@@ -273,9 +272,10 @@ class RetroDraft:
         model_kwargs: dict[str, Any],
     ) -> Any:
         """Prefill, steps until every row has finished, output."""
-        self._prepare_budget()
+        with self._lock:
+            budget = setup.prepare_budget(self._fixed_budget)
         batch = Batch(
-            self._target, self.capabilities.mode == "snapshot", self._new_rows(input_ids.shape[0]), input_ids,
+            setup.target, setup.capabilities.mode, budget, self._new_rows(input_ids.shape[0]), input_ids,
             logits_processor, stopping_criteria, generation_config, streamer, model_kwargs,
         )  # fmt: skip
         harvest: Harvest | None = getattr(self._active, "harvest", None)
@@ -352,40 +352,29 @@ class RetroDraft:
         config = self.model.config.get_text_config(decoder=True)
         depth = min(row.remaining - 1, depth_limit(config, row.length), self._max_depth or MAX_NODES)
         room = min(node_limit(config, row.length), MAX_NODES if self._fixed_budget is None else self._fixed_budget)
-        assert self._budget is not None
         with self._lock:
-            prices = self._budget.prices(row.length, room)
+            prices = batch.budget.prices(row.length, room)
             if depth < 1 or len(prices) < 2:
                 return DraftTree.root_only(row.root)
-            return row.drafts.draft(prices, depth, self.capabilities.mode != "tree" or self._reproducible)
+            return row.drafts.draft(prices, depth, batch.mode != "tree" or self._reproducible)
 
     def _forward_size(self, batch: Batch, trees: list[DraftTree]) -> int:
         """Tokens a row in the forward over these trees; more than they have where that is measured to be faster."""
-        assert self._budget is not None
         size = max(len(tree) for tree in trees)
-        if len(trees) > 1 or self.capabilities.mode != "tree":
+        if len(trees) > 1 or batch.mode != "tree":
             return size  # the cost curve is one of single rows
         room = node_limit(self.model.config.get_text_config(decoder=True), batch.rows[0].length)
-        return min(self._budget.forward_size(batch.rows[0].length, size), max(size, room))
+        return min(batch.budget.forward_size(batch.rows[0].length, size), max(size, room))
 
     def _learn(self, row: Any, tree: DraftTree, acceptance: Any, top: Any, batch: Batch) -> None:
         """Tell the strategy and the budget what came of a tree, and count it."""
-        assert self._budget is not None
         with self._lock:
             row.drafts.commit(tree, acceptance.path, np.array(acceptance.token_ids, np.int32), top)
-            self._budget.learn(row.length, len(tree) - 1, len(acceptance.token_ids))
+            batch.budget.learn(row.length, len(tree) - 1, len(acceptance.token_ids))
         batch.count(tree, acceptance, self.strategy.proposers)
 
     def _top(self, logits: torch.Tensor, tree: DraftTree) -> Any:
         return top_logits(logits[: len(tree)], self.strategy.top_k) if self.strategy.top_k else None
-
-    def _prepare_budget(self) -> None:
-        with self._lock:
-            if self._budget is None:
-                curve = None
-                if self._fixed_budget is None and self.capabilities.mode in ("tree", "chain"):
-                    curve = cached_cost_curve(self.model)
-                self._budget = Budget(self._fixed_budget, curve)
 
     def _leave_to_plain(self, reason: str) -> None:
         """Warn once of each reason; raise ValueError inside a harvest."""

@@ -115,5 +115,5 @@ def _left_padded(mask: torch.Tensor) -> bool:
     """Whether each row of a 0/1 mask is zeros, then at least a one, then only ones."""
     if mask.dim() != 2:
         return False
-    shown = mask != 0
-    return bool((shown[:, 1:] | ~shown[:, :-1]).all()) and bool((mask[:, -1] == 1).all())
+    shown = mask == 1
+    return bool(((mask == 0) | shown).all() and (shown[:, 1:] | ~shown[:, :-1]).all() and shown[:, -1].all())

@@ -28,7 +28,7 @@ def generating_with(model: Any, generate: Callable[..., Any]) -> Iterator[None]:
             stack.remove(generate)  # the one that was put there last
             stack.reverse()
             if stack[-1] is _NOTHING:
-                del model.generate
+                vars(model).pop("generate", None)
             else:
                 model.generate = stack[-1]
             if len(stack) == 1:

@@ -29,7 +29,7 @@ from retrodraft.compat import cache_arg
 from retrodraft.folders import cache_folder
 from retrodraft.kernels.adjacency import WIDTH
 from retrodraft.models import model_id
-from retrodraft.target import TargetModel, top_logits, tree_hooks
+from retrodraft.target import TargetModel, evaluating, top_logits, tree_hooks
 from retrodraft.tree import DraftTree, Int32
 from retrodraft.workloads import render_prompt
 
@@ -87,24 +87,19 @@ def _measured(
     ids, probs = ([known[0]], [known[1]]) if known is not None else ([], [])
     first = len(known[0]) if known is not None else 0
     started = time.perf_counter()
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode(), tree_hooks():
-            cache = DraftCache(DynamicCache(config=model.config.get_text_config(decoder=True)), 1)
-            begin = torch.tensor([prefix[:-1]], device=model.device)
-            model(input_ids=begin, use_cache=True, **{cache_arg(model): cache})
-            while first < vocab_size and (not ids or time.perf_counter() - started < seconds):
-                count = min(SIBLINGS, vocab_size - first)
-                tree = DraftTree.from_nodes(prefix[-1], range(first, first + count), [0] * count)
-                top = top_logits(target.verify([tree], cache).logits[0, 1:], WIDTH)
-                ids.append(top.token_ids)
-                probs.append(top.probs)
-                first += count
-                if progress is not None:
-                    progress(first, vocab_size)
-    finally:
-        model.train(training)
+    with evaluating(model), torch.inference_mode(), tree_hooks():
+        cache = DraftCache(DynamicCache(config=model.config.get_text_config(decoder=True)), 1)
+        begin = torch.tensor([prefix[:-1]], device=model.device)
+        model(input_ids=begin, use_cache=True, **{cache_arg(model): cache})
+        while first < vocab_size and (not ids or time.perf_counter() - started < seconds):
+            count = min(SIBLINGS, vocab_size - first)
+            tree = DraftTree.from_nodes(prefix[-1], range(first, first + count), [0] * count)
+            top = top_logits(target.verify([tree], cache).logits[0, 1:], WIDTH)
+            ids.append(top.token_ids)
+            probs.append(top.probs)
+            first += count
+            if progress is not None:
+                progress(first, vocab_size)
     return np.concatenate(ids), np.concatenate(probs)
 
 

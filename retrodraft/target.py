@@ -135,25 +135,29 @@ def forward_kind(model: Any) -> tuple[Any, ...]:
 
 def own_parts(model: Any) -> tuple[Any, ...]:
     """What makes a model another one than its class: compiled parts; forwards, loop methods and hooks of its own."""
-    parts = [vars(model)[name] for name in _LOOP_METHODS if name in vars(model)]
+    everywhere = torch.nn.modules.module
+    parts = [*everywhere._global_forward_pre_hooks.values(), *everywhere._global_forward_hooks.values()]
+    parts += [method for name in _LOOP_METHODS if not _home(method := getattr(model, name)).startswith("transformers.")]
     for module in model.modules():
+        if not type(module).__module__.startswith(("transformers.", "torch.nn.")):
+            parts.append(type(module))
         if module._compiled_call_impl is not None:
             parts.append(module._compiled_call_impl)
         if "forward" in vars(module):
             parts.append(module.forward)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            parts += [hook for hook in hooks.values() if not str(_home(hook)).startswith(_NEUTRAL)]
+            parts += [hook for hook in hooks.values() if not _home(hook).startswith(_NEUTRAL)]
     return tuple(parts)
 
 
-def _home(hook: Any) -> Any:
-    return getattr(getattr(hook, "func", hook), "__module__", None)  # of a partial, its function's
+def _home(function: Any) -> str:
+    return str(getattr(getattr(function, "func", function), "__module__", None))  # of a partial, its function's
 
 
 def weights_state(model: Any) -> int:
     """A number that changes with the weights, as far as that can be told without reading them: also with an adapter."""
-    state = []
-    for parameter in model.parameters():
+    state: list[Any] = [id(module) for module in model.modules()]
+    for parameter in (*model.parameters(), *model.buffers()):
         version = 0 if parameter.is_inference() else parameter._version
         try:
             state.append((version, parameter.data_ptr(), parameter.requires_grad))
@@ -165,6 +169,19 @@ def weights_state(model: Any) -> int:
 def takes_positions(model: Any) -> bool:
     """Whether a forward of the model can be told positions; `generate` then tells them."""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Inside, no part of the model is in training mode; those that were are again afterwards."""
+    trained = [module for module in model.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 class TargetModel:
@@ -275,7 +292,8 @@ class PromptHarvest:
     """
 
     def __init__(self, model: Any) -> None:
-        self._head = model.get_output_embeddings()
+        head = model.get_output_embeddings()
+        self._head: Any = head if isinstance(getattr(head, "weight", None), torch.Tensor) else None  # else it is packed
         self._decoder = getattr(model, model.base_model_prefix, None)
         self._hidden: torch.Tensor | None = None
         num_parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from typing import Any
 
 import peft
 import pytest
 import torch
-from tiny import _SMALL, copy_prompt, tiny, tiny_llama
+from tiny import _SMALL, ForwardCount, copy_prompt, tiny, tiny_llama
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
 )
@@ -38,7 +40,8 @@ def check(model: Any, rd: RetroDraft, mode: str, saves: bool, *prompt: Any, **op
     assert torch.equal(found, expected)
     assert rd.capabilities.mode == mode
     assert (0 < rd.stats.num_target_forwards < 30) == saves
-    assert any("left to" in str(item.message) or "leaves this" in str(item.message) for item in seen) != saves
+    warned = any("leaves this call to plain generate" in str(item.message) for item in seen)
+    assert not warned if saves else warned or rd._warned  # of each reason once
 
 
 class DoublePositions(LlamaForCausalLM):
@@ -88,6 +91,104 @@ def test_hooks_before_and_after_wrapping() -> None:
     check(model, rd, "tree", True, prompt)
     model.model.layers[0].register_forward_hook(shift_all)
     check(model, rd, "tree", True, prompt)
+
+
+def test_hooks_that_come_and_go_are_probed_once() -> None:
+    model, prompt = tiny_llama(0), copy_prompt(24)
+    rd = RetroDraft(model, budget=16)
+    hook = functools.partial(shift_newest, 1.0)
+    for _ in range(3):
+        handle = model.model.layers[0].register_forward_hook(hook)
+        check(model, rd, "plain", False, prompt)
+        handle.remove()
+        check(model, rd, "tree", True, prompt)
+    with ForwardCount(model) as forwards:
+        handle = model.model.layers[0].register_forward_hook(hook)
+        rd.follow_model()
+        handle.remove()
+        rd.follow_model()
+    assert forwards.count == 0
+
+
+def test_a_hook_that_comes_while_a_call_runs() -> None:
+    """The call goes on as it began."""
+    model, prompt, calls = tiny_llama(0), copy_prompt(24), []
+    rd = RetroDraft(model, budget=16)
+
+    def follow(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 5:
+            handle = model.register_forward_hook(lambda *args: None)
+            other = threading.Thread(target=rd.follow_model)
+            other.start()
+            other.join()
+            handle.remove()
+        return scores
+
+    expected = model.generate(prompt, **GREEDY)
+    assert torch.equal(rd.generate(prompt, logits_processor=LogitsProcessorList([follow]), **GREEDY), expected)
+    assert len(calls) == 30 > rd.stats.num_target_forwards
+
+
+def test_changes_that_no_hook_of_the_model_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook on all modules, a method patched on the class, a layer of another kind."""
+    model, prompt = tiny_llama(0), copy_prompt(24)
+    rd = RetroDraft(model, budget=16)
+    check(model, rd, "tree", True, prompt)
+    hook = functools.partial(shift_newest, 1.0)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: hook(module, args, output) if module is model.model.layers[0] else None
+    )
+    check(model, rd, "plain", False, prompt)
+    handle.remove()
+    check(model, rd, "tree", True, prompt)
+    plain = LlamaForCausalLM.prepare_inputs_for_generation
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        inputs = plain(*args, **kwargs)
+        inputs["position_ids"] = 2 * inputs["position_ids"]
+        return inputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", doubled)
+        check(model, rd, "plain", False, prompt)
+
+    class Steered(type(model.model.layers[0])):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return shift_newest(1.0, self, args, super().forward(*args, **kwargs))
+
+    model.model.layers[0].__class__ = Steered
+    check(model, rd, "plain", False, prompt)
+
+
+class Strict(LlamaForCausalLM):
+    """A `generate` of its own that takes long prompts alone."""
+
+    def generate(self, inputs: Any, **kwargs: Any) -> Any:
+        assert inputs.shape[1] >= 24
+        return super().generate(inputs, **kwargs)
+
+
+def test_a_generate_of_its_own_is_not_what_is_probed() -> None:
+    torch.manual_seed(0)
+    model = Strict(LlamaConfig(**_SMALL)).eval()
+    check(model, RetroDraft(model, budget=16), "tree", True, copy_prompt(24))
+
+
+def test_the_probe_leaves_training_flags_of_parts_as_they_were() -> None:
+    model = tiny_llama(0).train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    RetroDraft(model, budget=16, hot_start=True)
+    model.register_forward_hook(lambda *args: None)
+    RetroDraft(model, budget=16)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_packed_weights() -> None:
+    """Linear layers whose weight is no tensor, and which round by the largest number of a whole forward."""
+    model = torch.ao.quantization.quantize_dynamic(tiny_llama(0), {torch.nn.Linear})
+    check(model, RetroDraft(model, budget=16), "plain", False, copy_prompt(24))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +260,15 @@ def test_masks_with_gaps(dtype: torch.dtype) -> None:
     check(model, RetroDraft(model, budget=16), "tree", True, prompt, attention_mask=mask)
     mask[0, 5:8] = 0
     check(model, RetroDraft(model, budget=16), "tree", False, prompt, attention_mask=mask)
+
+
+@pytest.mark.parametrize("begin", [[2], [0, 0, 2, 3], [0, 0, -1]])
+def test_masks_of_other_numbers(begin: list[int]) -> None:
+    """Plain generate adds them up to positions."""
+    mask = torch.ones(1, 24, dtype=torch.long)
+    mask[0, : len(begin)] = torch.tensor(begin)
+    model = tiny_llama(0)
+    check(model, RetroDraft(model, budget=16), "tree", False, copy_prompt(24), attention_mask=mask)
 
 
 class Rounded(DynamicCache):
