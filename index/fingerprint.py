@@ -7,8 +7,6 @@ import json
 import os
 from typing import Any
 
-EMBEDDED = "embedded"  # the tokenizer out of a package, whatever folder has that name
-
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """SHA-256, in hex, over the vocabulary, the merges and the added tokens.
@@ -44,14 +42,14 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
     """What a corpus keeps of its tokenizer: the `name` it was loaded by, `fingerprint` and `vocab_size`.
 
-    A folder's name is made absolute, so that it is found from other folders too.
+    A folder's name is made absolute, so that it is found from other folders too. `loaded_as` is what
+    `retrodraft.models.load_tokenizer` calls the embedded one.
     """
-    name = str(getattr(tokenizer, "name_or_path", ""))
-    folder = os.path.expanduser(name)
-    if name != EMBEDDED and os.path.isdir(folder):
-        name = os.path.abspath(folder)
+    path = str(getattr(tokenizer, "name_or_path", ""))
+    folder = os.path.expanduser(path)
+    name = os.path.abspath(folder) if os.path.isdir(folder) else path
     return {
-        "name": name, "fingerprint": tokenizer_fingerprint(tokenizer),
+        "name": getattr(tokenizer, "loaded_as", name), "fingerprint": tokenizer_fingerprint(tokenizer),
         "vocab_size": tokenizer_size(tokenizer),
     }  # fmt: skip
 

@@ -62,11 +62,15 @@ def check_prompt(inputs: Any) -> None:
     )
 
 
-def check_ids(model: Any, input_ids: torch.Tensor) -> None:
-    """Raise ValueError for an empty prompt, and for ids that a model of transformers has no embeddings for."""
-    vocab_size = embedding_rows(model)
+def check_filled(input_ids: torch.Tensor) -> None:
+    """Raise ValueError for an empty prompt."""
     if not input_ids.numel():
         raise ValueError(f"the prompt is empty ({list(input_ids.shape)}): it needs at least one token")
+
+
+def check_ids(model: Any, input_ids: torch.Tensor) -> None:
+    """Raise ValueError for ids that a model of transformers has no embeddings for."""
+    vocab_size = embedding_rows(model)
     low, high = (int(bound) for bound in input_ids.aminmax())
     if (low < 0 or high >= vocab_size) and type(model).__module__.startswith("transformers."):
         raise ValueError(f"token ids must lie between 0 and {vocab_size - 1}, got {low if low < 0 else high}")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from retrodraft.arguments import (
+    check_filled,
     check_ids,
     check_prompt,
     check_tokenizer,
@@ -165,6 +166,9 @@ class RetroDraft:
         if model is not self.model and model is not self._view:
             raise ValueError("this RetroDraft was made for another model: wrap the one that generates")
         setup = self.follow_model()
+        embedded = model_kwargs.get("inputs_embeds") is not None
+        if not embedded:
+            check_filled(input_ids)
         check_context(self.model.config.get_text_config(decoder=True), input_ids.shape[1])
         streamer = streamer if streamer is not None else streamer_of_caller()
         mode = decoding_methods().get(generation_config.get_generation_mode())
@@ -176,7 +180,7 @@ class RetroDraft:
         else:
             reason = f"{(mode or 'this mode').strip('_')} keeps several hypotheses or has a drafter of its own"
         if reason is None:
-            if model_kwargs.get("inputs_embeds") is None:
+            if not embedded:
                 check_ids(self.model, input_ids)
             return self._decode(
                 setup, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs

@@ -93,7 +93,8 @@ def load_tokenizer(name: str = EMBEDDED) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # see above
     except _LOAD_ERRORS as error:
         raise ValueError(f"tokenizer {name!r} can't be loaded: {_first_line(error)}") from error
-    tokenizer.name_or_path = name  # which an index keeps; not a folder of the cache
+    if name == EMBEDDED:
+        tokenizer.loaded_as = EMBEDDED  # which an index keeps, not a folder of the cache
     return tokenizer
 
 

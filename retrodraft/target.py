@@ -157,7 +157,7 @@ def _home(function: Any) -> str:
 def weights_state(model: Any) -> int:
     """A number that changes with the weights, as far as that can be told without reading them: also with an adapter."""
     state: list[Any] = [id(module) for module in model.modules()]
-    for parameter in (*model.parameters(), *model.buffers()):
+    for parameter in model.parameters():  # and not buffers: dynamic RoPE puts new ones there as it goes
         version = 0 if parameter.is_inference() else parameter._version
         try:
             state.append((version, parameter.data_ptr(), parameter.requires_grad))
