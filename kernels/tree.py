@@ -34,14 +34,15 @@ from retrodraft.kernels.suffix_automaton import HEAD, step
 
 MIN_PROB = 1e-5  # of a path; below it a node is noise
 WORTH, PROB = 0, 1  # rows of a heap's numbers; entries are in the order of the first
-NODE, TOKEN, SOURCE = 0, 1, 2  # rows of a heap's entries
+NODE, TOKEN, SOURCE, HOPED = 0, 1, 2, 3  # rows of a heap's entries; HOPED 1: its pair may have a row after all
+NUM_FIELDS = 4
 NEW_ROW = 2.5  # what a node's place in the order is raised by where its pair of tokens has no adjacency row yet
 FOREIGN_WORTH = 0.5  # of a node that foreign texts alone propose: what the target says at it is of no use later
 
 
 @borrowing_njit
-def _push(numbers, entries, size, worth, prob, node, token, source):
-    """Add an entry to a heap of `size` entries: `numbers` float32 [2, capacity] and `entries` int32 [3, capacity]."""
+def _push(numbers, entries, size, worth, prob, node, token, source, hoped):
+    """Add an entry to a heap of `size`: `numbers` float32 [2, capacity] and `entries` int32 [NUM_FIELDS, capacity]."""
     i = size
     while i > 0 and numbers[WORTH, (i - 1) // 2] < worth:
         above = (i - 1) // 2
@@ -52,13 +53,14 @@ def _push(numbers, entries, size, worth, prob, node, token, source):
     entries[NODE, i] = node
     entries[TOKEN, i] = token
     entries[SOURCE, i] = source
+    entries[HOPED, i] = hoped
 
 
 @borrowing_njit
 def _move(numbers, entries, start, end):
     numbers[WORTH, end] = numbers[WORTH, start]
     numbers[PROB, end] = numbers[PROB, start]
-    for field in range(3):
+    for field in range(NUM_FIELDS):
         entries[field, end] = entries[field, start]
 
 
@@ -119,7 +121,7 @@ def build(
         tokens, parents, depths, probs, sources,
         np.zeros((room, len(stores)), np.int32), np.zeros((room, len(stores)), np.int32),
         np.empty((room, len(corpora)), np.int32), np.empty(CONTEXT, np.int32),
-        np.empty((2, capacity), np.float32), np.empty((3, capacity), np.int32),
+        np.empty((2, capacity), np.float32), np.empty((NUM_FIELDS, capacity), np.int32),
         np.empty((NUM_COLUMNS, MAX_CANDIDATES), np.int32), np.empty((2, MAX_EDGES), np.int32),
         np.empty(NUM_KINDS, np.float32),
     )  # fmt: skip
@@ -182,14 +184,19 @@ def _grow(
                         best = i
                         best_prob = prob
                     continue
-                worth = prob
-                if found[SOURCES, i] & ~FOREIGN != 0 and find_pair(pair_keys, tokens[node], found[TOKENS, i]) < 0:
-                    worth *= NEW_ROW
-                _push(numbers, entries, size, worth, prob, node, found[TOKENS, i], found[SOURCES, i])
+                hoped = 1 if found[SOURCES, i] & ~FOREIGN != 0 else 0
+                worth = prob * NEW_ROW if hoped else prob
+                _push(numbers, entries, size, worth, prob, node, found[TOKENS, i], found[SOURCES, i], hoped)
                 size += 1
             if best >= 0:
-                _push(numbers, entries, 0, best_prob, best_prob, node, found[TOKENS, best], found[SOURCES, best])
+                _push(numbers, entries, 0, best_prob, best_prob, node, found[TOKENS, best], found[SOURCES, best], 0)
                 size = 1
+        while size > 0 and entries[HOPED, 0]:  # most entries are never due, and looking up a row is dear
+            parent, token, prob, source = entries[NODE, 0], entries[TOKEN, 0], numbers[PROB, 0], entries[SOURCE, 0]
+            if find_pair(pair_keys, tokens[parent], token) < 0:
+                break
+            _drop_top(numbers, entries, size)
+            _push(numbers, entries, size - 1, prob, prob, parent, token, source, 0)
         if size == 0 or _cannot_pay(prices, num_nodes, value, numbers[WORTH, 0], best_value):
             break
         parent = entries[NODE, 0]
