@@ -77,13 +77,7 @@ def _write_shard(writer: StoreWriter, number: int, pieces: list[Int32], names: l
         tokens[start:end] = piece
         start = end + 1
     pieces.clear()
-    order = np.empty(len(tokens), np.int32)
-    kernel.reverse(tokens)
-    suffix_array(tokens, order)
-    kernel.reverse(tokens)
-    kernel.complement(order)
-    keys = np.empty(-(-len(tokens) // kernel.STRIDE), np.int64)
-    kernel.pack_keys(tokens, order, keys)
+    order, keys = sorted_positions(tokens)
     arrays: tuple[npt.NDArray[Any], ...] = (
         tokens, order, keys, borders, np.frombuffer(b"".join(names), np.uint8),
         np.cumsum([len(name) for name in names], dtype=np.int64),
@@ -93,6 +87,18 @@ def _write_shard(writer: StoreWriter, number: int, pieces: list[Int32], names: l
     record = {"num_positions": len(tokens), "num_documents": len(names), "max_token": int(tokens.max())}
     names.clear()
     return record
+
+
+def sorted_positions(tokens: Int32) -> tuple[Int32, npt.NDArray[np.int64]]:
+    """Positions of `tokens` in the order of the reversed text before them, and the keys to them; O(tokens)."""
+    order = np.empty(len(tokens), np.int32)
+    kernel.reverse(tokens)
+    suffix_array(tokens, order)
+    kernel.reverse(tokens)
+    kernel.complement(order)
+    keys = np.empty(-(-len(tokens) // kernel.STRIDE), np.int64)
+    kernel.pack_keys(tokens, order, keys)
+    return order, keys
 
 
 def check_shards(store: Store) -> None:

@@ -23,6 +23,8 @@ from retrodraft.target import TargetModel
 from retrodraft.tree import DraftTree, Int32
 from retrodraft.verify import Acceptance, Chooser
 
+FED_AT_ONCE = 32  # tokens a row of those that follow an ended row's text
+
 
 class Row:
     """One sequence: its decisions, its strategy's state and its recorded outputs."""
@@ -208,15 +210,35 @@ class Batch:
             stats.num_draft_tokens_by_proposer[name] += int(proposed.sum())
             stats.num_accepted_tokens_by_proposer[name] += int(proposed[accepted].sum())
 
-    def output(self) -> Any:
-        """What `generate` returns: token ids, or an output object with everything that was asked for."""
-        if self._streamer is not None:
-            self._streamer.end()
+    def feed_ended_rows(self) -> None:
+        """Feed the last token and the padding of rows that ended early, as plain `generate` does.
+
+        Their keys and values are in its cache then, which the caller may go on with.
+        """
+        assert self._cache is not None
+        sequences = self._sequences()
+        waiting = [sequences[index, row.chooser.length - 1 : -1].tolist() for index, row in enumerate(self.rows)]
+        while any(waiting):
+            fed = [tokens[:FED_AT_ONCE] for tokens in waiting]
+            waiting = [tokens[FED_AT_ONCE:] for tokens in waiting]
+            self.verify([DraftTree.chain(tokens or [0]) for tokens in fed], 1, False)
+            self._cache.commit([list(range(len(tokens))) for tokens in fed])
+            self.stats.num_target_forwards += 1
+
+    def _sequences(self) -> torch.Tensor:
+        """Token ids int64 [batch_size, longest], padded behind."""
         longest = max(row.chooser.length for row in self.rows)
         pad = self._config._pad_token_tensor
         sequences = self._input_ids.new_full((len(self.rows), longest), 0 if pad is None else int(pad))
         for index, row in enumerate(self.rows):
             sequences[index, : row.chooser.length] = row.chooser.ids[0]
+        return sequences
+
+    def output(self) -> Any:
+        """What `generate` returns: token ids, or an output object with everything that was asked for."""
+        if self._streamer is not None:
+            self._streamer.end()
+        sequences = self._sequences()
         self._restore_cache()
         if not self._config.return_dict_in_generate:
             return sequences

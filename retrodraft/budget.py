@@ -100,7 +100,7 @@ def measure_cost_curve(
             for attempt in range(repeats + 1):
                 for index in shuffled.permutation(len(tree_sizes)):  # a large forward leaves a cold cache behind
                     size = tree_sizes[index]
-                    tree = DraftTree.from_nodes(1, [1] * (size - 1), list(range(size - 1)))
+                    tree = DraftTree.chain([1] * size)
                     start = time.perf_counter()
                     logits = target.verify([tree], cache, mask).logits[0]
                     top_logits(logits, HARVEST_WIDTH)  # part of every step, and it grows with the nodes as well

@@ -177,8 +177,7 @@ def _try_steps(model: Any, mode: Mode) -> float:
     else:
         cache = DraftCache(DynamicCache(config=model.config.get_text_config(decoder=True)), 1)
         first = _feed(model, prefix, use_cache=True, **{cache_arg(model): cache})
-        chain = DraftTree.from_nodes(tokens[0], tokens[1:-1], list(range(len(tokens) - 2)))
-        logits = TargetModel(model).verify([chain], cache).logits[0]
+        logits = TargetModel(model).verify([DraftTree.chain(tokens[:-1])], cache).logits[0]
     return _apart(torch.cat([first.logits[0, -1:], logits]), expected)
 
 

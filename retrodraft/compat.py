@@ -43,9 +43,19 @@ def streamer_of_caller() -> Any:
 
     transformers does not hand a streamer to a `custom_generate` callable, and one that is never ended hangs its reader.
     """
+    return _arguments_of_caller().get("streamer")
+
+
+def cache_of_caller() -> Any:
+    """The cache that the caller of `generate` handed over, or None: otherwise `generate` makes one for the call."""
+    return cache_in(_arguments_of_caller().get("kwargs", {}))
+
+
+def _arguments_of_caller() -> dict[str, Any]:
+    """Local names of the `generate` call that we are in."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "generate" and "custom_generate" in frame.f_locals:
-            return frame.f_locals.get("streamer")
+            return frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return {}

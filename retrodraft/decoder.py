@@ -33,7 +33,7 @@ from retrodraft.batch import Batch
 from retrodraft.budget import MAX_NODES
 from retrodraft.cache import fresh_cache
 from retrodraft.capabilities import Capabilities
-from retrodraft.compat import decoding_methods, streamer_of_caller
+from retrodraft.compat import cache_of_caller, decoding_methods, streamer_of_caller
 from retrodraft.delegation import reason_to_delegate
 from retrodraft.enabling import generating_with
 from retrodraft.hidden_states import HeadStates
@@ -290,6 +290,8 @@ class RetroDraft:
             self._prefill(batch)
             while batch.unfinished:
                 self._step(batch)
+            if len(batch.rows) > 1 and (generation_config.return_dict_in_generate or cache_of_caller() is not None):
+                batch.feed_ended_rows()
         if harvest is not None:
             harvest.add(batch)
         batch.stats.num_calls = 1

@@ -42,6 +42,11 @@ class DraftTree:
         )
 
     @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
+        """A root, `token_ids[0]`, and the others one below the other."""
+        return cls.from_nodes(token_ids[0], token_ids[1:], range(len(token_ids) - 1))
+
+    @classmethod
     def from_nodes(
         cls, root: int, token_ids: Sequence[int], parents: Sequence[int], source: int = 1, probs: Sequence[float] = ()
     ) -> DraftTree:

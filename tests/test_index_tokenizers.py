@@ -21,16 +21,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("sources")
-    (root / "a.py").write_text("for i in range(10):\n    print(i)\n")
-    return root
-
-
 @pytest.fixture
-def built(tokenizer: Path, sources: Path, tmp_path: Path) -> Path:
-    result_of("build", sources, "-o", tmp_path / "my.index", "--tokenizer", tokenizer)
+def built(tokenizer: Path, tmp_path: Path) -> Path:
+    result_of("build", __file__, "-o", tmp_path / "my.index", "--tokenizer", tokenizer)
     return tmp_path / "my.index"
 
 
@@ -88,7 +81,7 @@ def test_the_tokenizer_of_a_strangers_index_runs_no_code(built: Path, tokenizer:
     assert "[y/N]" not in done.stdout and "Traceback" not in done.stderr and done.stderr.count("\n") <= 1, done.stderr
 
 
-def test_a_tokenizer_that_is_out_of_reach(sources: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_out_of_reach(tmp_path: Path) -> None:
     """The hub is asked once, not for two minutes: one line. The address here is one that hangs up."""
     asked = 0
 
@@ -104,7 +97,7 @@ def test_a_tokenizer_that_is_out_of_reach(sources: Path, tmp_path: Path) -> None
         thread = threading.Thread(target=hang_up)
         thread.start()
         hub = {"HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}", "HF_HOME": str(tmp_path)}
-        done = retrodraft("index", "build", str(sources), "-o", str(tmp_path / "x"), "--tokenizer", "no/such", **hub)
+        done = retrodraft("index", "build", __file__, "-o", str(tmp_path / "x"), "--tokenizer", "no/such", **hub)
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(60)
     assert done.returncode == 2 and 1 <= asked <= 2  # a connection that was lost is opened again

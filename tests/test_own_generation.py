@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from tiny import _SMALL, ForwardCount, copy_prompt, tiny, tiny_llama
+from tiny import _SMALL, ForwardCount, copy_prompt, max_difference, tiny, tiny_llama
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -308,6 +308,32 @@ def test_a_batchs_second_turn_beyond_the_window(family: str) -> None:
         rd = RetroDraft(model, budget=16)
         assert torch.equal(rd.generate(longer, **{CACHE_ARG: begun[CACHE_ARG]}, **options), expected)
         assert 0 < rd.stats.num_target_forwards < 30
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral_sliding", "gemma3", "bloom"])
+@pytest.mark.parametrize("way", ["returned", "handed over"])
+def test_the_cache_of_rows_that_ended_early(family: str, way: str) -> None:
+    """It holds the keys of the last token and of the padding behind it, as plain generate's does: for the next turn."""
+    model = tiny(family)
+    prompt = torch.cat([copy_prompt(24, seed) for seed in (1, 2, 3)])
+    options = dict(attention_mask=torch.ones_like(prompt), pad_token_id=0, max_new_tokens=60, do_sample=False)
+    answers = model.generate(prompt, **options)[:, 24:]
+    stops = [int(answers[0, 3]), int(answers[1, 11])]  # at least two rows end early, and at two times
+    turns = []
+    for generate in (model.generate, RetroDraft(model, budget=12).generate):
+        cache = DynamicCache(config=model.config)
+        extra = {CACHE_ARG: cache} if way == "handed over" else dict(return_dict_in_generate=True)
+        out = generate(prompt, eos_token_id=stops, **options, **extra)
+        sequences, cache = (out, cache) if way == "handed over" else (out.sequences, out[CACHE_ARG])
+        longer = torch.cat([sequences, copy_prompt(8).repeat(3, 1)], 1)
+        again = model.generate(
+            longer, attention_mask=torch.ones_like(longer), pad_token_id=0, max_new_tokens=8, do_sample=False,
+            output_logits=True, return_dict_in_generate=True, **{CACHE_ARG: cache},
+        )  # fmt: skip
+        turns.append((sequences, again.sequences, again.logits))
+    (first, second, logits), (drafted_first, drafted_second, drafted_logits) = turns
+    assert torch.equal(first, drafted_first) and torch.equal(second, drafted_second)
+    assert max_difference(logits, drafted_logits) < 1e-3
 
 
 def test_images_are_left_to_plain_generate() -> None:

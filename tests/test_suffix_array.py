@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrodraft.index.shards import sorted_positions
 from retrodraft.kernels import suffix_array as kernel
 from retrodraft.kernels.suffix_sorting import suffix_array
 
@@ -28,14 +29,7 @@ def sorted_suffixes(text: list[int]) -> list[int]:
 def index_of(text: list[int] | Int32) -> tuple[Int32, Int32, npt.NDArray[np.int64]]:
     """The three arrays of a shard."""
     tokens = np.array(text, np.int32)
-    order = np.empty(len(tokens), np.int32)
-    kernel.reverse(tokens)
-    suffix_array(tokens, order)
-    kernel.reverse(tokens)
-    kernel.complement(order)
-    keys = np.empty(-(-len(tokens) // kernel.STRIDE), np.int64)
-    kernel.pack_keys(tokens, order, keys)
-    return tokens, order, keys
+    return tokens, *sorted_positions(tokens)
 
 
 def ends(text: list[int], pattern: list[int]) -> list[int]:
