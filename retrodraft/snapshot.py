@@ -14,9 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from retrodraft.cache import cached_length
 from retrodraft.compat import cache_arg
-from retrodraft.target import takes_positions
 
 
 class SnapshotVerifier:
@@ -24,7 +22,6 @@ class SnapshotVerifier:
 
     def __init__(self, model: Any, cache: Cache | None = None) -> None:
         self.model = model
-        self._takes_positions = takes_positions(model)
         self.cache = cache if cache is not None else DynamicCache(config=model.config.get_text_config(decoder=True))
         self.replay: list[int] = []  # accepted tokens that are not in the cache
         self._fed: list[int] = []  # tokens of the last forward
@@ -32,7 +29,7 @@ class SnapshotVerifier:
 
     def prefill(self, input_ids: torch.Tensor) -> Any:
         """Feed the prompt [1, length]; returns the model's output."""
-        return self._feed(input_ids)
+        return self.model(input_ids=input_ids, use_cache=True, **{cache_arg(self.model): self.cache})
 
     def verify(self, token_ids: list[int], **forward_kwargs: Any) -> torch.Tensor:
         """Logits [len(token_ids), vocab_size] after each of the tokens, root first."""
@@ -45,13 +42,8 @@ class SnapshotVerifier:
                 layer.activate_past_recording()  # else a window that has moved on can't be cropped
         self._snapshot = [_copied(layer) for layer in self.cache.layers]
         self._fed = self.replay + token_ids
-        return self._feed(torch.tensor([self._fed], device=self.model.device), **forward_kwargs)
-
-    def _feed(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if self._takes_positions:
-            start = cached_length(self.cache)
-            kwargs["position_ids"] = torch.arange(start, start + input_ids.shape[1], device=input_ids.device)[None]
-        return self.model(input_ids=input_ids, use_cache=True, **{cache_arg(self.model): self.cache}, **kwargs)
+        ids = torch.tensor([self._fed], device=self.model.device)
+        return self.model(input_ids=ids, use_cache=True, **{cache_arg(self.model): self.cache}, **forward_kwargs)
 
     def commit(self, accepted: int) -> None:
         """Keep the first `accepted` tokens of the last `verify`."""

@@ -33,6 +33,19 @@ def test_outputs_of_accepted_positions() -> None:
                 assert max_difference(mine, theirs) < 1e-3
 
 
+def test_attentions_over_tokens_that_are_fed_again() -> None:
+    """O06: a recurrent model's rejected chains are fed anew in part; every entry still shows all keys before it."""
+    model = tiny("qwen3_next", "eager")
+    prompt = clear_prompt(model, 13)
+    reference = plain(model, prompt, output_attentions=True)
+    rd = planted(model, [text_of(reference, prompt)], wrong=(4, 9, 17))
+    out = check_equal(rd, prompt, reference, output_attentions=True)
+    for mine, theirs in zip(out.attentions, reference.attentions, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or (one.shape == other.shape and float((one - other).abs().max()) < 1e-3)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral_sliding", "gemma3", "qwen3_next"])
 def test_continued_cache(family: str) -> None:
     """The second turn feeds only the new suffix, from our cache and from one that plain generate filled."""
