@@ -56,10 +56,11 @@ def wait_until(condition: Any, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def metric(url: str, name: str) -> float:
-    """Sum of a metric's samples."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] == name)
+def metric(url: str, name: str, **labels: str) -> float:
+    """Sum of a metric's samples that carry these labels."""
+    lines = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.split("{")[0] == name]
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(pair in line for pair in wanted))
 
 
 class Served:

@@ -41,34 +41,39 @@ def test_sessions_outlive_a_stop_and_a_kill(tiny_folder: Path, tmp_path: Path) -
         assert third.stop(signal.SIGINT) == 0
 
 
-def test_workspace_files_are_drafted_and_read_again(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("embedded")
+def test_workspace_files_are_drafted_and_read_again(tmp_path: Path) -> None:
     """--workspace: .gitignore holds, a changed file counts at the next request."""
+    prompt, accepted = "Count from one to ten.", "retrodraft:spec_decode_num_accepted_tokens_by_proposer_total"
     (tmp_path / ".gitignore").write_text("secret.txt\n")
-    (tmp_path / "secret.txt").write_text("hidden " * 50)
-    notes = tmp_path / "notes.md"
-    notes.write_text("nothing that helps\n")
-    with serve("--model", str(tiny_folder), "--workspace", str(tmp_path)) as server:
-        text = server.complete(max_tokens=40, session="first").json()["choices"][0]["text"]
-        assert metric(server.url, "vllm:generation_tokens_total") == 40
-        notes.write_text(text)
-        again = server.complete(max_tokens=40, session="first").json()["choices"][0]["text"]
-        assert again == text
+    secret, notes = tmp_path / "secret.txt", tmp_path / "notes.md"
+    for file in (secret, notes):
+        file.write_text("nothing that helps\n")
+    with serve("--workspace", str(tmp_path), "--budget", "16") as server:
+        text = server.complete(prompt, max_tokens=30).json()["choices"][0]["text"]
+        assert metric(server.url, "vllm:generation_tokens_total") == 30
+        for file, helps in ((secret, False), (notes, True)):
+            before = metric(server.url, accepted, proposer="workspace")
+            file.write_text(prompt + text)
+            assert server.complete(prompt, max_tokens=30).json()["choices"][0]["text"] == text
+            assert (metric(server.url, accepted, proposer="workspace") - before > 15) == helps
 
 
-def test_a_corpus_is_drafted_from(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("embedded")
+def test_a_corpus_is_drafted_from(tmp_path: Path) -> None:
     """--corpus: an index of the answer; the answer is the same, in fewer forwards."""
-    forwards = "vllm:spec_decode_num_drafts_total"
-    with serve("--model", str(tiny_folder)) as server:
-        text = server.complete(max_tokens=40).json()["choices"][0]["text"]
+    forwards, options = "vllm:spec_decode_num_drafts_total", ("--budget", "16")
+    prompt = "Count from one to ten in words."
+    with serve(*options) as server:
+        text = server.complete(prompt, max_tokens=40).json()["choices"][0]["text"]
         without = metric(server.url, forwards)
-    (tmp_path / "answer.txt").write_text(TEXT + text)
-    made = retrodraft_here(
-        "index", "build", tmp_path / "answer.txt", "-o", tmp_path / "c", "--tokenizer", str(tiny_folder)
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    with serve("--model", str(tiny_folder), "--corpus", str(tmp_path / "c")) as server:
-        assert server.complete(max_tokens=40).json()["choices"][0]["text"] == text
+    (tmp_path / "answer.txt").write_text(prompt + text)
+    assert retrodraft_here("index", "build", tmp_path / "answer.txt", "-o", tmp_path / "c").returncode == 0
+    with serve(*options, "--corpus", str(tmp_path / "c")) as server:
+        assert server.complete(prompt, max_tokens=40).json()["choices"][0]["text"] == text
         assert metric(server.url, forwards) < without
+        accepted = "retrodraft:spec_decode_num_accepted_tokens_by_proposer_total"
+        assert metric(server.url, accepted, proposer="corpus") > 0
 
 
 @pytest.mark.parametrize(
