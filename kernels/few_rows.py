@@ -1,56 +1,58 @@
-"""Linear layers over few rows, on a CPU: the form in which the weight is read as it lies.
+"""Linear layers over few rows, on a CPU: forms of `x @ weight.T` that read the weight as it lies.
 
 Before they multiply, oneDNN and MKL bring the right-hand matrix into a layout of their own. In `x @ weight.T` that is
-the whole weight, at every call: for the rows of a draft tree it takes up to as long as the product. Computed as
-`(weight @ x.T).T` the small matrix is the one that is brought over. The same sums, added in another order.
+the whole weight, at every call: for the rows of a draft tree it takes up to as long as the product. `by_tiles` is a
+kernel of our own, in which nothing is rearranged (`tile_product.py`). `by_columns` computes `(weight @ x.T).T`, where
+the small matrix is the one that is. The same sums, added in another order.
 
-Whether it pays depends on dtype, processor and size. Measured on a Xeon with AMX, one thread and two, by
-`benchmarks/few_rows.py`: bfloat16 takes 0.5 to 0.9 times as long up to 16 rows and gains little beyond, but loses where
-AMX is switched off; float32, by oneDNN in place of MKL, takes 0.4 to 0.9 times as long from 6 rows on, but loses where
-the weight is small.
+Which one is fastest depends on dtype, processor and sizes: `retrodraft.fastest_linear` measures it.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
+from retrodraft.kernels.openmp import has_threads
+from retrodraft.kernels.tile_product import LANES, STEP, TAKES_BFLOAT16, TILE_ROWS, run_product
 
-class Range(NamedTuple):
-    """Where the form pays: rows of a forward, and the least number of weights of a layer."""
-
-    dtype: torch.dtype
-    min_rows: int
-    max_rows: int
-    min_weights: int
+Form = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-def _ranges() -> list[Range]:
-    """What pays on this machine."""
-    ranges = []
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+def forms_for(weight: torch.Tensor) -> dict[str, Form]:
+    """The forms that this weight can be multiplied by here, by name: a matrix of float32 or bfloat16 in memory."""
+    forms: dict[str, Form] = {}
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return forms
+    out_features, in_features = weight.shape
+    threads = torch.get_num_threads() == 1 or has_threads()
+    if LANES and threads and weight.is_contiguous() and out_features >= TILE_ROWS and in_features % STEP == 0:
+        forms["tiles"] = by_tiles
     if torch.backends.mkldnn.is_available():
-        if has_amx():
-            ranges.append(Range(torch.bfloat16, 1, 24, 0))
-        if torch.backends.cpu.get_cpu_capability() == "AVX512" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-            ranges.append(Range(torch.float32, 6, 64, 1_500_000))
-    return ranges
+        if weight.dtype is torch.bfloat16 or hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            forms["columns"] = by_columns
+    return forms
 
 
-RANGES = _ranges()
+def by_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` for `x` [..., in_features] of few rows and a weight of `forms_for`; without a gradient."""
+    out_features, in_features = weight.shape
+    in_bfloat16 = weight.dtype is torch.bfloat16
+    rows = x.reshape(-1, in_features).contiguous()
+    if in_bfloat16 and not TAKES_BFLOAT16:
+        rows = rows.float()
+    count = rows.shape[0]
+    output = torch.empty(count, out_features)
+    run_product(
+        weight.data_ptr(), in_bfloat16, rows.data_ptr(), output.data_ptr(),
+        count, in_features, out_features, torch.get_num_threads(),
+    )  # fmt: skip
+    if bias is not None:
+        output += bias
+    return output.to(x.dtype).view(*x.shape[:-1], out_features)
 
 
-def range_for(dtype: torch.dtype, device: torch.device, rows: int) -> Range | None:
-    """Where the form pays in a forward over `rows` rows of a model of that dtype; None: nowhere."""
-    if device.type != "cpu":
-        return None
-    return next((span for span in RANGES if span.dtype is dtype and span.min_rows <= rows <= span.max_rows), None)
-
-
-def few_rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` for `x` [..., in_features] of few rows, `weight` [out_features, in_features].
-
-    Contiguous, and without a gradient.
-    """
+def by_columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The same, by oneDNN."""
     if x.dtype == torch.float32:
         output = torch.ops.mkldnn._linear_pointwise(weight, x.reshape(-1, x.shape[-1]), None, "none", [], "").t()
         if bias is not None:

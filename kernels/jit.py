@@ -1,5 +1,6 @@
 """`njit` for every kernel: compiled code is kept on disk where that is possible, and its loss is never fatal."""
 
+import contextlib
 import hashlib
 import pickle  # for the name of an error: numba's own cache files are pickles
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.ccallback import CFunc
 
 # Numba asks a kernel's own file alone whether its compiled code is out of date; but that holds code of the kernels
 # that it calls, too: all files count.
@@ -37,6 +39,16 @@ def borrowing_njit(function: Callable[..., Any]) -> Any:
 def reordering_njit(function: Callable[..., Any]) -> Any:
     """`njit` that may reorder sums and maxima of numbers (not NaN), so that they become vector instructions."""
     return njit(function, fastmath={"nnan", "nsz", "reassoc", "contract"}, inline="never")
+
+
+def callback(signature: Any, function: Callable[..., Any]) -> Any:
+    """Code that C can call, by its `address` or through `ctypes`; compiled, or found on disk, at once."""
+    compiled: Any = CFunc(function, (signature.args, signature.return_type), {}, {})
+    with contextlib.suppress(RuntimeError):  # no folder can hold the cache
+        compiled.enable_caching()
+        _guard(compiled._cache)
+    compiled.compile()
+    return compiled
 
 
 def _guard(cache: Any) -> None:

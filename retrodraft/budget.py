@@ -25,10 +25,11 @@ from transformers import DynamicCache
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
 from retrodraft.folders import cache_folder, keep
+from retrodraft.kernels.tile_product import PROCESSOR
 from retrodraft.target import TargetModel, top_logits, tree_hooks
 from retrodraft.tree import DraftTree
 
-VERSION = 4  # of the measurement; stored curves of another one are not used
+VERSION = 5  # of the measurement; stored curves of another one are not used
 TREE_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64)  # tokens in the forward, the root included
 CONTEXT_LENGTHS = (256, 2048)
 REPEATS = 5
@@ -141,7 +142,7 @@ def store_cost_curve(model: Any, curve: CostCurve) -> None:
 def curve_key(model: Any) -> str:
     """What a latency depends on, as a short hash."""
     device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}-{os.cpu_count()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{PROCESSOR}-{os.cpu_count()}"
     shape = (
         VERSION, type(model).__name__, sum(p.numel() for p in model.parameters()), str(model.dtype), name,
         torch.get_num_threads(), model.config._attn_implementation, torch.__version__,

@@ -18,8 +18,9 @@ from transformers import masking_utils
 
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
-from retrodraft.kernels import few_rows
+from retrodraft.fastest_linear import fastest_linear
 from retrodraft.kernels import top_logits as kernel
+from retrodraft.kernels.few_rows import Form
 from retrodraft.kernels.tree_attention import PrefixMask, TreeLayout, grouped_attention, tree_mask_function
 from retrodraft.strategy import TopLogits
 from retrodraft.tree import DraftTree
@@ -28,7 +29,7 @@ HARVEST_CHUNK = 128  # prompt positions whose logits are held at once
 HARVEST_LIMIT = 2048  # newest prompt tokens whose logits are read at most
 HARVEST_SHARE = 1 / 2  # of the weights that decoding reads: what the output head may cost on the prompt
 
-_local = threading.local()  # of the verify forward a thread is in: .layout, its trees; .few_rows, for linear layers
+_local = threading.local()  # of the verify forward a thread is in: .layout, its trees; .linear_forms and their .dtype
 _hooks_lock = threading.Lock()
 _hooks_held = 0
 _stood_in: list[tuple[Any, str, Any, Any]] = []  # registry, name, the function there, what stands in for it
@@ -83,13 +84,14 @@ def _tree_linear(plain: Any) -> Any:
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         if torch.compiler.is_compiling():
             return plain(input, weight, bias)
-        span: few_rows.Range | None = getattr(_local, "few_rows", None)
+        forms: dict[Any, Form] | None = getattr(_local, "linear_forms", None)
+        form = forms.get(weight.shape) if forms else None
         if (
-            span is not None and input.dtype is span.dtype and weight.dtype is span.dtype and input.is_cpu
-            and type(weight) is parameter and weight.dim() == 2 and weight.numel() >= span.min_weights
-            and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+            form is not None and type(weight) is parameter and type(input) is torch.Tensor
+            and input.dtype is weight.dtype is _local.dtype and input.is_cpu and weight.is_cpu
+            and weight.is_contiguous() and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         ):  # fmt: skip
-            return few_rows.few_rows_linear(input, weight, bias)
+            return form(input, weight, bias)
         return plain(input, weight, bias)
 
     return linear
@@ -114,8 +116,7 @@ def tree_hooks() -> Iterator[None]:
             for name in ("sdpa", "eager", "flex_attention"):
                 _stand_in(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, name, _tree_mask)
             _stand_in(ALL_ATTENTION_FUNCTIONS, "sdpa", _tree_attention)
-            if few_rows.RANGES:
-                _stand_in(vars(torch.nn.functional), "linear", _tree_linear)
+            _stand_in(vars(torch.nn.functional), "linear", _tree_linear)
     try:
         yield
     finally:
@@ -192,6 +193,7 @@ class TargetModel:
         self._cache_arg = cache_arg(model)
         self._takes_positions = takes_positions(model)
         self._implementation: str = model.config._attn_implementation
+        self._linear_forms = fastest_linear(model)
         dtype = model.dtype
         if self._implementation == "eager":
             self._mask_values = (torch.zeros((), dtype=dtype), torch.tensor(torch.finfo(dtype).min, dtype=dtype))
@@ -223,7 +225,7 @@ class TargetModel:
         for row, tree in enumerate(trees):
             token_ids[row, : len(tree)] = torch.from_numpy(tree.token_ids)
         layout = None
-        if nodes > 1 or len(trees) > 1:
+        if nodes > 1 or len(trees) > 1 or device.type == "cpu":  # where one token without a mask is attended to slowly
             layout = self._layout(trees, nodes, cache, prefix_mask)
             positions = layout.position_ids
         else:
@@ -232,11 +234,12 @@ class TargetModel:
         if self._takes_positions:
             kwargs["position_ids"] = positions
         cache.stage(aligned=aligned and layout is not None)
-        _local.layout, _local.few_rows = layout, few_rows.range_for(self.model.dtype, device, len(trees) * nodes)
+        _local.layout, _local.dtype = layout, self._linear_forms.dtype
+        _local.linear_forms = self._linear_forms.at(len(trees) * nodes)
         try:
             return self.model(**kwargs, **forward_kwargs, return_dict=True)
         finally:
-            _local.layout = _local.few_rows = None
+            _local.layout = _local.linear_forms = None
             if layout is not None and layout.prefix_mask is not None:
                 layout.prefix_mask.clear(cache.lengths[0], nodes)
 

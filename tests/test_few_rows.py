@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,65 +14,91 @@ from hypothesis import strategies as st
 from tiny import tiny
 from torch.nn import functional
 
-from retrodraft import RetroDraft
+from retrodraft import RetroDraft, fastest_linear
 from retrodraft.kernels import few_rows
-from retrodraft.kernels.few_rows import Range, few_rows_linear, range_for
+from retrodraft.kernels.few_rows import Form, by_columns, by_tiles, forms_for
+from retrodraft.kernels.tile_product import STEP, TILE_ROWS
 from retrodraft.target import tree_hooks
 
-EVERYWHERE = [Range(dtype, 1, 64, 0) for dtype in (torch.float32, torch.bfloat16)]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
+    form=st.sampled_from([by_tiles, by_columns]),
     shape=st.lists(st.integers(1, 4), min_size=0, max_size=3),
-    sizes=st.tuples(st.integers(1, 90), st.integers(1, 90)),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    sizes=st.tuples(st.integers(1, 90), st.integers(TILE_ROWS, 90)),
+    dtype=st.sampled_from(DTYPES),
     with_bias=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_it_is_linear(shape: list[int], sizes: tuple[int, int], dtype: torch.dtype, with_bias: bool, seed: int) -> None:
+def test_it_is_linear(
+    form: Form, shape: list[int], sizes: tuple[int, int], dtype: torch.dtype, with_bias: bool, seed: int
+) -> None:
     """Any leading dimensions; as near to the exact product as `linear` may be."""
     generator = torch.Generator().manual_seed(seed)
     in_features, out_features = sizes
+    if form is by_tiles:
+        in_features *= STEP
     x = torch.randn(*shape, in_features, generator=generator).to(dtype)
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
     bias = 50 * torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
     with torch.inference_mode():
-        output = few_rows_linear(x, weight, bias)
+        output = form(x, weight, bias)
     exact = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert output.dtype == dtype and output.shape == exact.shape and output.is_contiguous()
     assert torch.allclose(output.double(), exact, rtol=torch.finfo(dtype).eps, atol=in_features * 1e-5)
 
 
-def test_a_view_of_other_strides() -> None:
+@pytest.mark.parametrize("form", [by_tiles, by_columns])
+def test_a_view_of_other_strides(form: Form) -> None:
     """What attention gives to the output projection may be a transposed view."""
-    x = torch.randn(1, 48, 6).transpose(1, 2)
-    for dtype, *_ in EVERYWHERE:
-        weight = torch.randn(20, 48).to(dtype)
+    x = torch.randn(1, 2 * STEP, 6).transpose(1, 2)
+    for dtype in DTYPES:
+        weight = torch.randn(20, 2 * STEP).to(dtype)
         expected = functional.linear(x.to(dtype).contiguous().double(), weight.double())
-        assert torch.allclose(few_rows_linear(x.to(dtype), weight).double(), expected, rtol=0.02, atol=0.05)
+        assert torch.allclose(form(x.to(dtype), weight, None).double(), expected, rtol=0.02, atol=0.05)
 
 
-def test_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, for the dtypes and numbers of rows that were measured."""
-    monkeypatch.setattr(few_rows, "RANGES", [Range(torch.bfloat16, 2, 24, 0)])
-    cpu = torch.device("cpu")
-    assert range_for(torch.bfloat16, cpu, 2) and range_for(torch.bfloat16, cpu, 24)
-    assert range_for(torch.bfloat16, cpu, 1) is range_for(torch.bfloat16, cpu, 25) is None
-    assert range_for(torch.bfloat16, torch.device("meta"), 8) is range_for(torch.float32, cpu, 8) is None
+def test_which_weights_have_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles want whole steps, rows that lie one behind the other, and torch's threads where there are several."""
+    for dtype in DTYPES:
+        assert list(forms_for(torch.ones(TILE_ROWS, STEP, dtype=dtype))) == ["tiles", "columns"]
+        assert list(forms_for(torch.ones(TILE_ROWS - 1, STEP, dtype=dtype))) == ["columns"]
+        assert list(forms_for(torch.ones(8, STEP + 1, dtype=dtype))) == ["columns"]
+        assert list(forms_for(torch.ones(STEP, 64, dtype=dtype).T)) == ["columns"]
+    assert forms_for(torch.ones(8, STEP, dtype=torch.float16)) == {}
+    assert forms_for(torch.ones(8, STEP, device="meta")) == {}
+    monkeypatch.setattr(few_rows, "has_threads", lambda: False)
+    threads = torch.get_num_threads()
+    try:
+        for number, names in ((1, ["tiles", "columns"]), (2, ["columns"])):
+            torch.set_num_threads(number)
+            assert list(forms_for(torch.ones(8, STEP))) == names
+    finally:
+        torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The form is used for every size; shapes of its inputs."""
+@pytest.fixture(params=["tiles", "columns"])
+def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, ...]]:
+    """The form is used for every size that it takes; shapes of its inputs."""
     found: list[tuple[int, ...]] = []
 
-    def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        found.append(tuple(x.shape))
-        return few_rows_linear(x, weight, bias)
+    def counting(weight: torch.Tensor) -> dict[str, Form]:
+        form = forms_for(weight).get(request.param)
 
-    monkeypatch.setattr(few_rows, "RANGES", EVERYWHERE)
-    monkeypatch.setattr(few_rows, "few_rows_linear", counted)
+        def counted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            assert form is not None
+            found.append(tuple(x.shape))
+            return form(x, weight, bias)
+
+        return {} if form is None else {request.param: counted}
+
+    monkeypatch.setattr(fastest_linear, "forms_for", counting)
+    monkeypatch.setattr(fastest_linear, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(fastest_linear, "GAIN", float("inf"))
+    monkeypatch.setattr(fastest_linear, "_known", {})
+    monkeypatch.setenv("RETRODRAFT_CACHE", str(tmp_path))
     return found
 
 
@@ -82,7 +109,7 @@ def test_output_stays_that_of_plain_generate(family: str, calls: list[tuple[int,
     rd = RetroDraft(model, budget=9)
     prompt = clear_prompt(model, 40)
     reference = plain(model, prompt)
-    calls.clear()  # of the probe
+    calls.clear()  # of the measurement and the probe
     check_equal(rd, prompt, reference)
     assert calls and max(shape[-2] for shape in calls) <= 10
     before = len(calls)

@@ -1,0 +1,140 @@
+"""The fastest form of a linear layer: measured on the model's own weights, stored, and not believed when damaged."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from retrodraft import fastest_linear
+from retrodraft.fastest_linear import ROWS, SAMPLE_BYTES
+
+SIZES = ((256, 128), (128, 256))
+
+
+class Layers(torch.nn.Module):
+    """Two large sizes, each twice, a small layer, and one in another dtype."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.large = torch.nn.ModuleList(torch.nn.Linear(i, o, dtype=dtype) for o, i in SIZES * 2)
+        self.small = torch.nn.Linear(8, 8, dtype=dtype)
+        self.other = torch.nn.Linear(512, 512, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing is known, in memory or on disk."""
+    monkeypatch.setenv("RETRODRAFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(fastest_linear, "_known", {})
+    monkeypatch.setattr(fastest_linear, "REPEATS", 1)
+    return tmp_path
+
+
+def use(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[str]:
+    """Let forms take so long a call; returns the list that names of called ones are appended to."""
+    called: list[str] = []
+
+    def form(name: str) -> Any:
+        def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            called.append(name)
+            time.sleep(seconds[name])
+            return linear(x, weight, bias)
+
+        return run
+
+    def slow_linear(*arguments: Any) -> torch.Tensor:
+        time.sleep(0.002)
+        return linear(*arguments)
+
+    monkeypatch.setattr(fastest_linear, "linear", slow_linear)
+    monkeypatch.setattr(fastest_linear, "forms_for", lambda weight: {name: form(name) for name in seconds})
+    return called
+
+
+@pytest.mark.parametrize("tiles,columns,best", [(0, 0.004, "tiles"), (0.004, 0, "columns"), (0.004, 0.004, None)])
+def test_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch, tiles: float, columns: float, best: str | None) -> None:
+    """For the large layers of the model's dtype, at every number of rows up to the largest measured one."""
+    called = use(monkeypatch, {"tiles": tiles, "columns": columns})
+    found = fastest_linear.fastest_linear(Layers())
+    for rows in (1, 5, 11, ROWS[-1]):
+        forms = found.at(rows)
+        assert forms.keys() == (set(SIZES) if best else set())
+        for size, form in forms.items():
+            called.clear()
+            form(torch.ones(rows, size[1]), torch.ones(size), None)
+            assert called == [best]
+    assert found.at(ROWS[-1] + 1) == {}
+
+
+def test_it_is_measured_once(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
+    """For this process and the next; another dtype or number of threads is another matter."""
+    called = use(monkeypatch, {"tiles": 0.0})
+    fastest_linear.fastest_linear(Layers())
+    (file,) = fresh.glob("linear-*.json")
+    assert sorted(tuple(each[:2]) for each in json.loads(file.read_text())["forms"]) == sorted(SIZES)
+    for forget in (False, True):
+        called.clear()
+        if forget:
+            fastest_linear._known.clear()
+        assert fastest_linear.fastest_linear(Layers()).at(4) and not called
+    assert fastest_linear.fastest_linear(Layers(torch.bfloat16)).at(4) and called
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        called.clear()
+        assert fastest_linear.fastest_linear(Layers()).at(4) and called
+    finally:
+        torch.set_num_threads(threads)
+    assert len(list(fresh.glob("linear-*.json"))) == 3
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "", "[]", "{}", '{"forms": 3}', '{"forms": [[256, 128]]}', '{"forms": [[256, 128, ["tiles"]]]}',
+        '{"forms": [[256, 128, 5], [128, 256, 5]]}',
+        '{"forms": [[[1], 128, []], [128, 256, []]]}',
+        json.dumps({"forms": [[*size, [[]] * len(ROWS)] for size in SIZES]}),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_measured_anew(monkeypatch: pytest.MonkeyPatch, fresh: Path, damaged: str) -> None:
+    called = use(monkeypatch, {"tiles": 0.0})
+    fastest_linear.fastest_linear(Layers())
+    (file,) = fresh.glob("linear-*.json")
+    good = file.read_text()
+    file.write_text(damaged)
+    fastest_linear._known.clear()
+    called.clear()
+    assert fastest_linear.fastest_linear(Layers()).at(4) and called and file.read_text() == good
+
+
+def test_another_version_s_names_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
+    use(monkeypatch, {"tiles": 0.0})
+    fastest_linear.fastest_linear(Layers())
+    (file,) = fresh.glob("linear-*.json")
+    file.write_text(json.dumps({"forms": [[*size, ["rows"] * len(ROWS)] for size in SIZES]}))
+    fastest_linear._known.clear()
+    assert fastest_linear.fastest_linear(Layers()).at(4) == {}
+
+
+def test_a_large_layer_is_measured_by_a_part() -> None:
+    model = torch.nn.Module()
+    model.dtype = torch.float32
+    model.layer = torch.nn.Linear(1024, 2 * SAMPLE_BYTES // 4096)
+    ((size, (part, *others)),) = fastest_linear._samples(model).items()
+    assert size == (2 * SAMPLE_BYTES // 4096, 1024) and part.nbytes == SAMPLE_BYTES and not others
+
+
+def test_nothing_to_choose_for() -> None:
+    """Small layers, and other devices."""
+    model = torch.nn.Module()
+    model.dtype, model.layer = torch.float32, torch.nn.Linear(8, 8)
+    assert fastest_linear.fastest_linear(model).at(1) == {}
+    assert fastest_linear.fastest_linear(Layers().to("meta")).at(1) == {}
