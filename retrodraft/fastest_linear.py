@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-import time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -93,11 +93,11 @@ def _measured(samples: dict[Size, list[torch.Tensor]], forms: dict[Size, dict[st
                         form = linear if name is None else forms[size].get(name)
                         if form is None:
                             continue
-                        start = time.perf_counter()
+                        start = perf_counter()
                         for weight in weights:
                             form(inputs[size], weight, None)
                         if attempt:  # the first round warms up
-                            seconds.setdefault((size, name), []).append(time.perf_counter() - start)
+                            seconds.setdefault((size, name), []).append(perf_counter() - start)
             for size, chosen in names.items():
                 medians = {name: statistics.median(times) for (of, name), times in seconds.items() if of == size}
                 most = GAIN * medians.pop(None)
