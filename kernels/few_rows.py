@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from retrodraft.kernels.openmp import has_threads
+from retrodraft.kernels.openmp import num_threads
 from retrodraft.kernels.tile_product import LANES, STEP, TAKES_BFLOAT16, TILE_ROWS, run_product
 
 Form = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -24,8 +24,7 @@ def forms_for(weight: torch.Tensor) -> dict[str, Form]:
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return forms
     out_features, in_features = weight.shape
-    threads = torch.get_num_threads() == 1 or has_threads()
-    if LANES and threads and weight.is_contiguous() and out_features >= TILE_ROWS and in_features % STEP == 0:
+    if LANES and weight.is_contiguous() and out_features >= TILE_ROWS and in_features % STEP == 0:
         forms["tiles"] = by_tiles
     if torch.backends.mkldnn.is_available():
         if weight.dtype is torch.bfloat16 or hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -41,10 +40,10 @@ def by_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     if in_bfloat16 and not TAKES_BFLOAT16:
         rows = rows.float()
     count = rows.shape[0]
-    output = torch.empty(count, out_features)
+    output = torch.empty(count, out_features, dtype=torch.float32, device="cpu")
     run_product(
         weight.data_ptr(), in_bfloat16, rows.data_ptr(), output.data_ptr(),
-        count, in_features, out_features, torch.get_num_threads(),
+        count, in_features, out_features, num_threads(),
     )  # fmt: skip
     if bias is not None:
         output += bias

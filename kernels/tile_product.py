@@ -31,7 +31,8 @@ NEXT, WEIGHT, X, OUT, ROWS, IN_FEATURES, OUT_FEATURES, SHARE, NUM_FIELDS = range
 
 
 PROCESSOR = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
-_FEATURES = frozenset((numba.config.CPU_FEATURES or codegen.get_host_cpu_features()).split(","))
+_GIVEN = numba.config.CPU_FEATURES  # by the user; an empty text says that there are none
+_FEATURES = frozenset((codegen.get_host_cpu_features() if _GIVEN is None else _GIVEN).split(","))
 
 
 def _registers() -> tuple[int, int]:

@@ -269,4 +269,4 @@ class Batch:
 
     def _send(self, token: int) -> None:
         if self._streamer is not None:
-            self._streamer.put(torch.tensor([token]))
+            self._streamer.put(torch.tensor([token], device="cpu"))

@@ -114,8 +114,9 @@ def measure_cost_curve(
 def _filled_cache(model: Any, length: int) -> DraftCache:
     """A cache of `length` committed random tokens."""
     cache = DraftCache(DynamicCache(config=model.config.get_text_config()), 1)
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(0, model.config.get_text_config().vocab_size, (1, length), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    token_ids = torch.randint(0, vocab_size, (1, length), generator=generator, device="cpu")
     model(input_ids=token_ids.to(model.device), use_cache=True, **{cache_arg(model): cache})
     return cache
 

@@ -197,8 +197,8 @@ def _probe_text(model: Any) -> tuple[list[int], list[int]]:
     limit = getattr(config, "max_position_embeddings", None)
     if isinstance(limit, int) and limit > 0:
         length = max(min(length, limit - 16), 1)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (length + 40,), generator=generator).tolist()
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (length + 40,), generator=generator, device="cpu").tolist()
     return tokens[:length], tokens[length:]
 
 

@@ -69,10 +69,12 @@ def _samples(model: Any) -> dict[Size, list[torch.Tensor]]:
     """Up to SAMPLE_BYTES of the linear layers' weights, by size; rows of them where a single one is larger."""
     samples: dict[Size, list[torch.Tensor]] = {}
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, torch.nn.Linear) or type(weight) is not torch.nn.Parameter or weight.dim() != 2:
+        weight = module.weight if isinstance(module, torch.nn.Linear) else None
+        if type(weight) is not torch.nn.Parameter or weight.layout is not torch.strided or weight.dim() != 2:
             continue
-        if weight.dtype is model.dtype and weight.device.type == "cpu" and weight.numel() >= LEAST_WEIGHTS:
+        if weight.dtype is not model.dtype or weight.device.type != "cpu" or not weight.is_contiguous():
+            continue
+        if weight.numel() >= LEAST_WEIGHTS:
             weights = samples.setdefault((weight.shape[0], weight.shape[1]), [])
             room = SAMPLE_BYTES // max(weight.nbytes // weight.shape[0], 1) - sum(len(each) for each in weights)
             if room > 0:
@@ -85,7 +87,7 @@ def _measured(samples: dict[Size, list[torch.Tensor]], forms: dict[Size, dict[st
     names: Names = {size: [] for size in samples}
     with torch.inference_mode():
         for rows in ROWS:
-            inputs = {size: torch.randn(rows, size[1]).to(weights[0].dtype) for size, weights in samples.items()}
+            inputs = {size: weights[0].new_ones(rows, size[1]) for size, weights in samples.items()}
             seconds: dict[tuple[Size, str | None], list[float]] = {}
             for attempt in range(REPEATS + 1):
                 for name in (None, "tiles", "columns"):
@@ -110,7 +112,7 @@ def _stored(path: Any, samples: dict[Size, list[torch.Tensor]]) -> Names | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         names: Names = {(out, in_): chosen for out, in_, chosen in record["forms"]}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None  # absent, or damaged: measured anew
     sound = names.keys() == samples.keys() and all(
         isinstance(chosen, list)

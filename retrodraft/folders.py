@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -17,12 +18,14 @@ def cache_folder() -> Path:
     return Path(override) if override else user_cache_path("retrodraft")
 
 
-def keep(path: Path, record: dict[str, Any]) -> None:
-    """Replace a JSON file in the cache folder at once; where it can't be written, it is only measured again later."""
-    try:
+def keep(path: Path, content: dict[str, Any] | bytes) -> None:
+    """Replace a file in the cache folder at once; where it can't be written, it is only measured again later."""
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(file.name, path)
-    except OSError:
-        return
+        descriptor, written = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+            os.replace(written, path)
+        except OSError:
+            os.unlink(written)

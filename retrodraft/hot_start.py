@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from transformers import DynamicCache
 from retrodraft.arguments import embedding_rows
 from retrodraft.cache import DraftCache
 from retrodraft.compat import cache_arg
-from retrodraft.folders import cache_folder
+from retrodraft.folders import cache_folder, keep
 from retrodraft.kernels.adjacency import WIDTH
 from retrodraft.models import model_id
 from retrodraft.target import TargetModel, evaluating, top_logits, tree_hooks
@@ -59,7 +58,9 @@ def hot_rows(
     rows = _stored(path, vocab_size)
     if rows is None or (math.isinf(seconds) and len(rows[0]) < vocab_size):
         rows = _measured(model, prefix, rows, vocab_size, seconds, progress)
-        _store(path, rows)
+        content = io.BytesIO()
+        np.savez(content, ids=rows[0], probs=rows[1])
+        keep(path, content.getvalue())
     return rows
 
 
@@ -113,16 +114,6 @@ def _stored(path: Path, vocab_size: int) -> Rows | None:
     if not sound or not 0 < len(ids) <= vocab_size or not 0 <= ids.min() <= ids.max() < vocab_size:
         return None
     return ids, probs
-
-
-def _store(path: Path, rows: Rows) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("wb", dir=path.parent, delete=False) as file:
-            np.savez(file, ids=rows[0], probs=rows[1])
-        os.replace(file.name, path)
-    except OSError:
-        return  # the folder can't be written: measured again next time
 
 
 def _key(model: Any, prefix: list[int]) -> str:

@@ -79,7 +79,7 @@ def _tree_linear(plain: Any) -> Any:
     It is called hundreds of times a forward, so the checks are few and the likeliest to fail come first. Gradients and
     autocast may be switched on inside a forward; what torch compiles it arranges itself.
     """
-    parameter = torch.nn.Parameter
+    parameter, strided = torch.nn.Parameter, torch.strided
 
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         if torch.compiler.is_compiling():
@@ -89,12 +89,19 @@ def _tree_linear(plain: Any) -> Any:
         if (
             form is not None and type(weight) is parameter and type(input) is torch.Tensor
             and input.dtype is weight.dtype is _local.dtype and input.is_cpu and weight.is_cpu
-            and weight.is_contiguous() and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+            and weight.layout is strided and weight.is_contiguous() and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu") and not _is_intercepted()
         ):  # fmt: skip
             return form(input, weight, bias)
         return plain(input, weight, bias)
 
     return linear
+
+
+def _is_intercepted() -> bool:
+    """Whether a mode or a transform of torch's (`FlopCounterMode`, `vmap`) is to see every operation."""
+    functions, dispatch = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    return functions > 0 or dispatch > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _stand_in(registry: dict[str, Any], name: str, make: Callable[[Any], Any]) -> None:
@@ -221,7 +228,7 @@ class TargetModel:
         """
         nodes = max(min_nodes, max(len(tree) for tree in trees))
         device = self.model.device
-        token_ids = torch.zeros(len(trees), nodes, dtype=torch.long)
+        token_ids = torch.zeros(len(trees), nodes, dtype=torch.long, device="cpu")
         for row, tree in enumerate(trees):
             token_ids[row, : len(tree)] = torch.from_numpy(tree.token_ids)
         layout = None
@@ -246,8 +253,8 @@ class TargetModel:
     def _layout(
         self, trees: list[DraftTree], nodes: int, cache: DraftCache, prefix_mask: PrefixMask | None
     ) -> TreeLayout:
-        depths = torch.zeros(len(trees), nodes, dtype=torch.long)
-        ancestors = torch.zeros(len(trees), nodes, nodes, dtype=torch.bool)
+        depths = torch.zeros(len(trees), nodes, dtype=torch.long, device="cpu")
+        ancestors = torch.zeros(len(trees), nodes, nodes, dtype=torch.bool, device="cpu")
         for row, tree in enumerate(trees):
             count = len(tree)
             depths[row, :count] = torch.from_numpy(tree.depths)

@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 
 from retrodraft import fastest_linear
 from retrodraft.fastest_linear import ROWS, SAMPLE_BYTES
+from retrodraft.folders import keep
 
 SIZES = ((256, 128), (128, 256))
 
@@ -95,7 +96,7 @@ def test_it_is_measured_once(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> No
 @pytest.mark.parametrize(
     "damaged",
     [
-        "", "[]", "{}", '{"forms": 3}', '{"forms": [[256, 128]]}', '{"forms": [[256, 128, ["tiles"]]]}',
+        "", "[]", "{}", "[" * 100_000, '{"forms": 3}', '{"forms": [[256, 128]]}', '{"forms": [[256, 128, ["tiles"]]]}',
         '{"forms": [[256, 128, 5], [128, 256, 5]]}',
         '{"forms": [[[1], 128, []], [128, 256, []]]}',
         json.dumps({"forms": [[*size, [[]] * len(ROWS)] for size in SIZES]}),
@@ -127,6 +128,44 @@ def test_a_large_layer_is_measured_by_a_part() -> None:
     model.layer = torch.nn.Linear(1024, 2 * SAMPLE_BYTES // 4096)
     ((size, (part, *others)),) = fastest_linear._samples(model).items()
     assert size == (2 * SAMPLE_BYTES // 4096, 1024) and part.nbytes == SAMPLE_BYTES and not others
+
+
+def test_the_user_s_random_numbers_are_untouched() -> None:
+    """Sampling under a seed must not depend on whether something had to be measured."""
+    model = Layers()
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    fastest_linear.fastest_linear(model)
+    assert torch.equal(torch.rand(4), expected)
+
+
+class WithoutWeight(torch.nn.Module):
+    """A layer whose weight nobody may read, as of some quantizers."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        raise RuntimeError("packed")
+
+
+def test_weights_that_cannot_be_taken() -> None:
+    """Packed, sparse, expanded or transposed ones."""
+    model = torch.nn.Module()
+    model.dtype, model.packed = torch.float32, WithoutWeight()
+    rows = torch.randn(256, 1)
+    for i, weight in enumerate(
+        [torch.eye(256).to_sparse(), torch.eye(256).to_sparse_csr(), rows.expand(256, 256), torch.eye(256).T]
+    ):
+        layer = torch.nn.Linear(256, 256)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        setattr(model, f"layer{i}", layer)
+    assert not fastest_linear._samples(model)
+
+
+def test_nothing_is_left_where_a_file_cannot_be_replaced(fresh: Path) -> None:
+    (fresh / "file.json").mkdir()
+    keep(fresh / "file.json", {"forms": []})
+    assert [each.name for each in fresh.iterdir()] == ["file.json"]
 
 
 def test_nothing_to_choose_for() -> None:

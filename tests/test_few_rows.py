@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrodraft import RetroDraft, fastest_linear
-from retrodraft.kernels import few_rows
+from retrodraft.kernels import openmp
 from retrodraft.kernels.few_rows import Form, by_columns, by_tiles, forms_for
 from retrodraft.kernels.tile_product import STEP, TILE_ROWS
 from retrodraft.target import tree_hooks
@@ -60,8 +62,8 @@ def test_a_view_of_other_strides(form: Form) -> None:
         assert torch.allclose(form(x.to(dtype), weight, None).double(), expected, rtol=0.02, atol=0.05)
 
 
-def test_which_weights_have_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles want whole steps, rows that lie one behind the other, and torch's threads where there are several."""
+def test_which_weights_have_forms() -> None:
+    """Tiles want whole steps, and rows that lie one behind the other."""
     for dtype in DTYPES:
         assert list(forms_for(torch.ones(TILE_ROWS, STEP, dtype=dtype))) == ["tiles", "columns"]
         assert list(forms_for(torch.ones(TILE_ROWS - 1, STEP, dtype=dtype))) == ["columns"]
@@ -69,14 +71,32 @@ def test_which_weights_have_forms(monkeypatch: pytest.MonkeyPatch) -> None:
         assert list(forms_for(torch.ones(STEP, 64, dtype=dtype).T)) == ["columns"]
     assert forms_for(torch.ones(8, STEP, dtype=torch.float16)) == {}
     assert forms_for(torch.ones(8, STEP, device="meta")) == {}
-    monkeypatch.setattr(few_rows, "has_threads", lambda: False)
+
+
+def test_threads_that_are_not_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch keeps them in another library than GNU's, tiles use the caller's alone."""
+    monkeypatch.setattr(openmp, "_parallel", lambda: None)
+    weight, x = torch.randn(40, STEP), torch.randn(3, STEP)
     threads = torch.get_num_threads()
     try:
-        for number, names in ((1, ["tiles", "columns"]), (2, ["columns"])):
-            torch.set_num_threads(number)
-            assert list(forms_for(torch.ones(8, STEP))) == names
+        torch.set_num_threads(2)
+        assert torch.allclose(by_tiles(x, weight), x @ weight.T, atol=1e-4)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_defaults_for_new_tensors_change_nothing(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(40, STEP).to(dtype), torch.randn(3, STEP).to(dtype)
+    expected = by_tiles(x, weight)
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64 if dtype is torch.float32 else torch.bfloat16)
+        with torch.device("meta"):
+            found = by_tiles(x, weight)
+    finally:
+        torch.set_default_dtype(default)
+    assert found.dtype is dtype and torch.equal(found, expected)
 
 
 @pytest.fixture(params=["tiles", "columns"])
@@ -157,6 +177,70 @@ def test_what_a_forward_may_do_inside(calls: list[tuple[int, ...]]) -> None:
     prompt = clear_prompt(model, 40)
     check_equal(rd, prompt, plain(model, prompt))
     assert calls
+
+
+class Counting(TorchFunctionMode):
+    """Counts the linear layers that it is shown."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.__name__ == "linear"
+        return function(*args, **(kwargs or {}))
+
+
+class CountingProducts(TorchDispatchMode):
+    """Counts the matrix products that it is shown."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Counting, CountingProducts])
+def test_modes_see_every_layer(mode: Any, calls: list[tuple[int, ...]]) -> None:
+    """FLOP counters and the like: what they are to see is left to torch."""
+    model = tiny("llama")
+    rd = RetroDraft(model, budget=9)
+    prompt = clear_prompt(model, 40)
+    calls.clear()
+    with mode() as seen:
+        rd.generate(prompt, max_new_tokens=12, do_sample=False)
+    layers = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    assert seen.count >= layers * rd.stats.num_target_forwards and not calls
+
+
+class Mapped(torch.nn.Linear):
+    """A layer that is applied to each token by itself, by `vmap`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(super().forward, in_dims=1, out_dims=1)(input)
+
+
+def test_what_is_mapped_is_left_to_torch(calls: list[tuple[int, ...]]) -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.up_proj.__class__ = Mapped
+    rd = RetroDraft(model, budget=9)
+    assert rd.capabilities.mode == "tree"
+    prompt = clear_prompt(model, 40)
+    check_equal(rd, prompt, plain(model, prompt))
+    assert calls
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_layers_are_left_to_torch(calls: list[tuple[int, ...]], layout: torch.layout) -> None:
+    """Which multiplies them without a gradient, but not in inference mode: so the model is left to plain generate."""
+    model = tiny("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight.detach().to_sparse(layout=layout), requires_grad=False)
+    with tree_hooks():
+        functional.linear(torch.ones(2, 64), mlp.up_proj.weight)
+    prompt, rd = clear_prompt(model, 40), RetroDraft(model, budget=9)
+    with pytest.warns(UserWarning, match="inference tensor"):
+        found = rd.generate(prompt, do_sample=False, max_new_tokens=9)
+    assert torch.equal(found, model.generate(prompt, do_sample=False, max_new_tokens=9))
 
 
 def test_compiled_layers_are_left_to_torch(calls: list[tuple[int, ...]]) -> None:
