@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from retrodraft.kernels.openmp import num_threads
+from retrodraft.kernels.openmp import has_threads
 from retrodraft.kernels.tile_product import LANES, STEP, TAKES_BFLOAT16, TILE_ROWS, run_product
 
 Form = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -43,7 +43,7 @@ def by_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     output = torch.empty(count, out_features, dtype=torch.float32, device="cpu")
     run_product(
         weight.data_ptr(), in_bfloat16, rows.data_ptr(), output.data_ptr(),
-        count, in_features, out_features, num_threads(),
+        count, in_features, out_features, torch.get_num_threads() if has_threads() else 1,
     )  # fmt: skip
     if bias is not None:
         output += bias

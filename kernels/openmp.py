@@ -5,16 +5,16 @@ A second pool of threads would wait for work on the same cores, and each would h
 
 import ctypes
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import torch
 
 
 @cache
 def _parallel() -> Any:
     """`GOMP_parallel` of the library that torch has loaded, or None."""
-    folder = Path(torch.__file__).parent
+    origin = getattr(find_spec("torch"), "origin", None)
+    folder = Path(origin).parent if origin else Path()
     for path in [*folder.glob("lib/libgomp*"), *folder.parent.glob("torch.libs/libgomp*")]:
         try:
             function = ctypes.CDLL(str(path)).GOMP_parallel
@@ -26,9 +26,9 @@ def _parallel() -> Any:
     return None
 
 
-def num_threads() -> int:
-    """As many as torch uses; 1 where it keeps them in a library other than GNU's, which its Linux wheels bring."""
-    return torch.get_num_threads() if _parallel() is not None else 1
+def has_threads() -> bool:
+    """Whether torch keeps its threads in a library that is understood here (GNU's, as in its Linux wheels)."""
+    return _parallel() is not None
 
 
 def in_parallel(address: int, data: Any, threads: int) -> None:
