@@ -36,7 +36,7 @@ def by_tiles(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     """`x @ weight.T + bias` for `x` [..., in_features] of few rows and a weight of `forms_for`; without a gradient."""
     out_features, in_features = weight.shape
     in_bfloat16 = weight.dtype is torch.bfloat16
-    rows = x.reshape(-1, in_features).contiguous()
+    rows = x.resolve_neg().reshape(-1, in_features).contiguous()
     if in_bfloat16 and not TAKES_BFLOAT16:
         rows = rows.float()
     count = rows.shape[0]

@@ -126,13 +126,22 @@ def cached_cost_curve(model: Any) -> CostCurve:
     path = cache_folder() / f"cost-{curve_key(model)}.json"
     try:
         curve = CostCurve(**json.loads(path.read_text(encoding="utf-8")))
-        if len(curve.seconds) == len(curve.context_lengths) and curve.tree_sizes == list(TREE_SIZES):
+        if _is_sound(curve):
             return curve
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         pass  # absent, damaged or of another version: measured anew
     curve = measure_cost_curve(model)
     store_cost_curve(model, curve)
     return curve
+
+
+def _is_sound(curve: CostCurve) -> bool:
+    """Whether what was read is a curve of this version."""
+    lengths, times = np.asarray(curve.context_lengths), np.asarray(curve.seconds)
+    if curve.tree_sizes != list(TREE_SIZES) or times.shape != (len(lengths), len(TREE_SIZES)):
+        return False
+    numbers = lengths.dtype.kind == "i" and times.dtype.kind == "f"
+    return numbers and bool((np.diff(lengths) > 0).all() and (np.isfinite(times) & (times > 0)).all())
 
 
 def store_cost_curve(model: Any, curve: CostCurve) -> None:

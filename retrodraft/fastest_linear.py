@@ -69,7 +69,7 @@ def _samples(model: Any) -> dict[Size, list[torch.Tensor]]:
     """Up to SAMPLE_BYTES of the linear layers' weights, by size; rows of them where a single one is larger."""
     samples: dict[Size, list[torch.Tensor]] = {}
     for module in model.modules():
-        weight = module.weight if isinstance(module, torch.nn.Linear) else None
+        weight = module._parameters.get("weight") if isinstance(module, torch.nn.Linear) else None
         if type(weight) is not torch.nn.Parameter or weight.layout is not torch.strided or weight.dim() != 2:
             continue
         if weight.dtype is not model.dtype or weight.device.type != "cpu" or not weight.is_contiguous():
@@ -85,7 +85,7 @@ def _samples(model: Any) -> dict[Size, list[torch.Tensor]]:
 def _measured(samples: dict[Size, list[torch.Tensor]], forms: dict[Size, dict[str, Form]]) -> Names:
     """Time every form at every number of rows, all sizes in turn; the medians decide."""
     names: Names = {size: [] for size in samples}
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
         for rows in ROWS:
             inputs = {size: weights[0].new_ones(rows, size[1]) for size, weights in samples.items()}
             seconds: dict[tuple[Size, str | None], list[float]] = {}

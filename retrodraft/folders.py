@@ -27,5 +27,6 @@ def keep(path: Path, content: dict[str, Any] | bytes) -> None:
             with open(descriptor, "wb") as file:
                 file.write(content if isinstance(content, bytes) else json.dumps(content).encode())
             os.replace(written, path)
-        except OSError:
+        except BaseException:
             os.unlink(written)
+            raise

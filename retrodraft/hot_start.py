@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -105,15 +104,16 @@ def _measured(
 
 
 def _stored(path: Path, vocab_size: int) -> Rows | None:
+    """What lies there, or None where it is absent, damaged or of another version: it is measured anew."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            ids, probs = file["ids"], file["probs"]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
-        return None  # absent, damaged or of another version: measured anew
-    sound = ids.dtype == np.int32 and probs.dtype == np.float32 and ids.shape == probs.shape and ids.ndim == 2
-    if not sound or not 0 < len(ids) <= vocab_size or not 0 <= ids.min() <= ids.max() < vocab_size:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+            ids, probs = np.asarray(stored["ids"]), np.asarray(stored["probs"])
+    except Exception:  # damage in a zip file comes as one of a dozen errors
         return None
-    return ids, probs
+    if ids.dtype != np.int32 or probs.dtype != np.float32 or ids.shape[1:] != (WIDTH,) or probs.shape != ids.shape:
+        return None
+    sound = 0 < len(ids) <= vocab_size and 0 <= ids.min() <= ids.max() < vocab_size and np.isfinite(probs).all()
+    return (ids, probs) if sound else None
 
 
 def _key(model: Any, prefix: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,19 @@ def test_a_curve_is_measured_once(cache_folder: Path) -> None:
     assert cached_cost_curve(model) == marked
     store_cost_curve(model, CostCurve([7], [1, 2], [[1.0, 2.0]]))
     assert cached_cost_curve(model).tree_sizes == list(TREE_SIZES)
-    for damage in ("", "[1, 2]", '{"seconds": 3}', '{"context_lengths": [1], "tree_sizes": [1], "seconds": []}'):
+    sizes = list(TREE_SIZES)
+    rows: list[Any] = [
+        [],
+        [1.0] * len(sizes),
+        [[1.0]],
+        [["1.0"] * len(sizes)],
+        [[0.0] * len(sizes)],
+        [[0.1], [0.1, 0.2]],
+    ]
+    curves = [{"context_lengths": [256], "tree_sizes": sizes, "seconds": seconds} for seconds in rows]
+    curves.append({"context_lengths": [], "tree_sizes": sizes, "seconds": []})
+    curves.append({"context_lengths": ["a"], "tree_sizes": sizes, "seconds": [[0.1] * len(sizes)]})
+    for damage in ("", "[1, 2]", '{"seconds": 3}', "[" * 100_000, *map(json.dumps, curves)):
         path.write_text(damage)
         assert cached_cost_curve(model).context_lengths == [256]
     assert list(cache_folder.iterdir()) == [path]

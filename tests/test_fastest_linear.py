@@ -140,8 +140,8 @@ def test_the_user_s_random_numbers_are_untouched() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-class WithoutWeight(torch.nn.Module):
-    """A layer whose weight nobody may read, as of some quantizers."""
+class WithoutWeight(torch.nn.Linear):
+    """A layer whose weight is packed, as some quantizers do it."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -151,7 +151,9 @@ class WithoutWeight(torch.nn.Module):
 def test_weights_that_cannot_be_taken() -> None:
     """Packed, sparse, expanded or transposed ones."""
     model = torch.nn.Module()
-    model.dtype, model.packed = torch.float32, WithoutWeight()
+    model.dtype, model.packed = torch.float32, torch.nn.Linear(256, 256)
+    del model.packed.weight
+    model.packed.__class__ = WithoutWeight
     rows = torch.randn(256, 1)
     for i, weight in enumerate(
         [torch.eye(256).to_sparse(), torch.eye(256).to_sparse_csr(), rows.expand(256, 256), torch.eye(256).T]

@@ -85,6 +85,11 @@ def test_threads_that_are_not_understood(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.set_num_threads(threads)
 
 
+def test_a_view_that_is_negated_when_read() -> None:
+    weight, x = torch.randn(20, STEP), torch.randn(3, STEP)
+    assert torch.allclose(by_tiles(torch._neg_view(x), weight), -x @ weight.T, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_defaults_for_new_tensors_change_nothing(dtype: torch.dtype) -> None:
     weight, x = torch.randn(40, STEP).to(dtype), torch.randn(3, STEP).to(dtype)

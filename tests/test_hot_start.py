@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from chats import letters
 from tiny import ForwardCount, random_prompt, tiny_llama
 
-from retrodraft import RetroDraft
+from retrodraft import RetroDraft, hot_start
 from retrodraft.hot_start import MAX_PREFIX, SIBLINGS, hot_rows
 from retrodraft.kernels.adjacency import WIDTH
 from retrodraft.target import _top_on_device, top_logits
@@ -78,8 +80,46 @@ def test_damaged_rows_are_measured_anew(cache_folder: Path, damage: bytes) -> No
     (path,) = cache_folder.glob("rows-*.npz")
     path.write_bytes(damage)
     assert np.array_equal(hot_rows(model)[0], expected)
-    np.savez(path, ids=np.full((4, WIDTH), 10**6, np.int32), probs=np.ones((4, WIDTH), np.float32))
+
+
+@pytest.mark.parametrize(
+    "ids,probs",
+    [
+        (np.full((4, WIDTH), 10**6, np.int32), np.ones((4, WIDTH), np.float32)),
+        (np.ones((4, WIDTH + 1), np.int32), np.ones((4, WIDTH + 1), np.float32)),
+        (np.ones((4, 0), np.int32), np.ones((4, 0), np.float32)),
+        (np.ones((0, WIDTH), np.int32), np.ones((0, WIDTH), np.float32)),
+        (np.ones((4, WIDTH), np.int32), np.full((4, WIDTH), np.nan, np.float32)),
+        (np.int32(3), np.float32(1)),
+    ],
+)
+def test_rows_that_cannot_be_are_measured_anew(cache_folder: Path, ids: Any, probs: Any) -> None:
+    model = tiny_llama(0)
+    expected, _ = hot_rows(model)
+    (path,) = cache_folder.glob("rows-*.npz")
+    np.savez(path, ids=ids, probs=probs)
     assert np.array_equal(hot_rows(model)[0], expected)
+
+
+def test_no_damage_is_fatal(cache_folder: Path) -> None:
+    """Whatever byte changed, or were it another kind of file."""
+    model = tiny_llama(0)
+    rows = hot_rows(model)
+    (path,) = cache_folder.glob("rows-*.npz")
+    sound = path.read_bytes()
+    generator = np.random.default_rng(0)
+    for place in generator.integers(len(sound) - 400, len(sound), 200):  # the archive's directory
+        damaged = bytearray(sound)
+        damaged[place] ^= 1 << generator.integers(8)
+        path.write_bytes(damaged)
+        hot_start._stored(path, len(rows[0]))
+    with path.open("wb") as file:
+        np.save(file, rows[0])
+    assert hot_start._stored(path, len(rows[0])) is None
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("ids", b"")
+        archive.writestr("probs", b"")
+    assert hot_start._stored(path, len(rows[0])) is None
 
 
 def test_output_is_the_same_with_and_without(cache_folder: Path) -> None:

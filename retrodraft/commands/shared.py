@@ -54,9 +54,12 @@ def wrap(
     if dense and not corpora:
         raise ValueError("--dense drafts from a corpus that has a dense index: name one with --corpus")
     loaded, tokenizer = load(model, dtype, device, threads, attn)
+    from rich.console import Console
+
     from retrodraft.decoder import RetroDraft
 
-    return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora, dense=dense), tokenizer
+    with Console(stderr=True).status("looking at the model: half a minute at its first use"):
+        return RetroDraft(loaded, tokenizer, strategy=strategy, budget=number, corpora=corpora, dense=dense), tokenizer
 
 
 def expanded(folder: Path, what: str) -> Path:
