@@ -274,4 +274,9 @@ def _stop() -> NoReturn:
 def _fail(message: str, code: int) -> NoReturn:
     with suppress(OSError):  # standard error may be full; the code says it too
         typer.echo(f"retrodraft: {message.splitlines()[0]}", err=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Python would try once more at the end, and exit with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)

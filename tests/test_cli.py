@@ -175,7 +175,9 @@ cli.main()
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_full_disk_behind_the_output() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_behind_the_output(monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "retrodraft", "session", "list"], stdout=full, stderr=subprocess.PIPE, text=True
