@@ -275,6 +275,8 @@ def _fail(message: str, code: int) -> NoReturn:
     with suppress(OSError):  # standard error may be full; the code says it too
         typer.echo(f"retrodraft: {message.splitlines()[0]}", err=True)
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed by whoever began the process
+            continue
         try:
             stream.flush()
         except OSError:  # Python would try once more at the end, and exit with 120

@@ -28,5 +28,5 @@ def keep(path: Path, content: dict[str, Any] | bytes) -> None:
                 file.write(content if isinstance(content, bytes) else json.dumps(content).encode())
             os.replace(written, path)
         except BaseException:
-            os.unlink(written)
+            Path(written).unlink(missing_ok=True)
             raise

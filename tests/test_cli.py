@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,13 @@ cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_closed_output() -> None:
+    """As with `>&-` in a shell: the error is still one line, and the code 2."""
+    command = f"{shlex.quote(sys.executable)} -m retrodraft fly >&-"
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "retrodraft: No such command 'fly'.\n")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

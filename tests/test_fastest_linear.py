@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,20 @@ def test_weights_that_cannot_be_taken() -> None:
 def test_nothing_is_left_where_a_file_cannot_be_replaced(fresh: Path) -> None:
     (fresh / "file.json").mkdir()
     keep(fresh / "file.json", {"forms": []})
+    assert [each.name for each in fresh.iterdir()] == ["file.json"]
+
+
+def test_an_interrupt_while_a_file_is_kept(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
+    """It goes on to the caller, also where it comes right after the file took its place."""
+    replace = os.replace
+
+    def interrupted(*paths: Any) -> None:
+        replace(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("retrodraft.folders.os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        keep(fresh / "file.json", {"forms": []})
     assert [each.name for each in fresh.iterdir()] == ["file.json"]
 
 
