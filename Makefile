@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 BIN := $(VENV)/bin
+# Two processes; each takes whole files, so that what the tests of a file share is made once.
+PYTEST := -m pytest -q -n 2 --dist loadfile
 # Threads that spin while they wait stall each other on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 export GOMP_SPINCOUNT = 0
@@ -13,14 +15,14 @@ demo: $(VENV)/installed
 	$(BIN)/retrodraft demo
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python $(PYTEST)
 
 test-slow: $(VENV)/installed
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python $(PYTEST) -m slow
 
 # The lowest supported transformers, on the tests that depend on it.
 test-oldest: $(OLDEST)/installed
-	$(OLDEST)/bin/python -m pytest -q tests/test_lossless*.py tests/test_own_generation.py tests/test_surface.py \
+	$(OLDEST)/bin/python $(PYTEST) tests/test_lossless*.py tests/test_own_generation.py tests/test_surface.py \
 		tests/test_session.py
 
 lint: $(VENV)/installed
