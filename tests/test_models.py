@@ -194,6 +194,8 @@ def test_two_processes_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert said == [str(folder)] * 2 and sorted(path.name for path in tmp_path.iterdir()) == [
         folder.name, f"{folder.name}.lock"
     ]  # fmt: skip
+    (tmp_path / "other").mkdir()
+    assert folder.stat().st_mode == (tmp_path / "other").stat().st_mode  # other users may read it, if the umask says so
     stamp = (folder / "model.safetensors").stat().st_mtime_ns
     embedded_folder()
     assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
