@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from typing import Any
 
 import torch
@@ -70,14 +71,16 @@ class Batch:
         mode: Mode,
         budget: Budget,
         drafts: list[StrategyRow],
-        input_ids: torch.Tensor,  # int64 [batch_size, prompt_length], left padded
+        input_ids: torch.Tensor,  # integers [batch_size, prompt_length], left padded
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
         streamer: Any,
         model_kwargs: dict[str, Any],
     ) -> None:
+        input_ids = input_ids.long()  # as plain generate's are from the first new token on
         self._target, self._input_ids, self._config = (target, input_ids, generation_config)
+        max_length = math.ceil(generation_config.max_length)  # it may be a float, or a tensor
         self.mode, self.budget = mode, budget
         self._streamer, self._model_kwargs = streamer, model_kwargs
         self._native = cache_in(model_kwargs)
@@ -105,7 +108,7 @@ class Batch:
             Row(
                 Chooser(
                     input_ids[row : row + 1], _of_row(logits_processor, row, batch_size), stopping_criteria,
-                    generation_config.max_length,
+                    max_length,
                     generation_config.do_sample,
                     bool(generation_config.return_dict_in_generate and generation_config.output_scores), self._send,
                 ),
@@ -113,7 +116,7 @@ class Batch:
                 Recorder(generation_config, [getattr(layer, "sliding_window", None) for layer in self._native.layers]),
                 input_ids[row, self._pads[row] if mask is not None and mask.shape == input_ids.shape else 0 :]
                 .to("cpu", torch.int32).numpy(),
-                generation_config.max_length,
+                max_length,
             )
             for row in range(batch_size)
         ]  # fmt: skip

@@ -171,14 +171,19 @@ class RetroDraft:
             check_filled(input_ids)
         check_context(self.model.config.get_text_config(decoder=True), input_ids.shape[1])
         streamer = streamer if streamer is not None else streamer_of_caller()
-        mode = decoding_methods().get(generation_config.get_generation_mode())
+        asked = generation_config.get_generation_mode()
+        mode = decoding_methods().get(asked)
+        if mode is None:  # plain `generate` refuses these as well
+            raise ValueError(
+                f"transformers has moved {asked.value} to custom_generate code: call model.generate with that"
+            )
         if mode == "_sample":
             reason = reason_to_delegate(
                 setup.capabilities, self.model, input_ids, generation_config, logits_processor,
                 stopping_criteria, synced_gpus, streamer, model_kwargs,
             )  # fmt: skip
         else:
-            reason = f"{(mode or 'this mode').strip('_')} keeps several hypotheses or has a drafter of its own"
+            reason = f"{mode.strip('_')} keeps several hypotheses or has a drafter of its own"
         if reason is None:
             if not embedded:
                 check_ids(self.model, input_ids)
@@ -188,7 +193,7 @@ class RetroDraft:
         self._leave_to_plain(reason)
         self.stats = self._active.stats = DecodingStats()  # nothing was drafted
         fresh_cache(self.model, model_kwargs)
-        plain = getattr(type(self.model), mode or "_sample")
+        plain = getattr(type(self.model), mode)
         return plain(
             self.model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,

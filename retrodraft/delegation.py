@@ -12,6 +12,7 @@ from retrodraft.cache import DraftCache, cached_length, unsupported_layer
 from retrodraft.capabilities import Capabilities
 from retrodraft.compat import CACHE_ARGS, cache_in
 from retrodraft.positions import rope_switch, rope_type
+from retrodraft.target import home
 
 # Processors that treat each row by itself, so that rows may be at different lengths.
 _ROWWISE_PROCESSORS = tuple(
@@ -75,7 +76,12 @@ def reason_to_delegate(
         shown = positions.shape[-1] if mask is None else mask.sum(-1)
         if not bool((positions[:, -1] + 1 == shown).all()):
             return "its positions are not those of the tokens that the attention_mask shows"
+    why = _reason_against_lengths(cache, input_ids, generation_config, model_kwargs)
+    if capabilities.mode != "snapshot" and why is not None:
+        return why
     padded = mask is not None and bool((mask == 0).any())
+    if padded and not home(model._update_model_kwargs_for_generation).startswith("transformers."):
+        return "the model changes its inputs from step to step, which was probed with an unpadded prompt"
     if padded and cached_length(cache):
         return "a padded prompt can't continue a passed-in cache"
     if capabilities.mode == "snapshot" and (batch_size > 1 or padded):
@@ -84,6 +90,21 @@ def reason_to_delegate(
         if streamer is not None:
             return "a streamer takes the tokens of all rows at once, whose rows draft at their own pace"
         return _reason_against_batch(model, generation_config, processors, criteria)
+    return None
+
+
+def _reason_against_lengths(
+    cache: Any, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why prompt, mask and passed-in cache do not make one text; the prompt is all of it, or what is to be fed."""
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    given, cached = (input_ids if embeds is None else embeds).shape[1], cached_length(cache)
+    # transformers leaves a mask that shows everything out, and keeps its length.
+    shown = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+    if shown == given and cached >= given:
+        return "the passed-in cache holds the whole prompt already"
+    if shown is not None and shown not in (given, cached + given):
+        return f"the attention_mask has {shown} columns, but there are {cached + given} tokens"
     return None
 
 

@@ -145,7 +145,7 @@ def own_parts(model: Any) -> tuple[Any, ...]:
     """What makes a model another one than its class: compiled parts; forwards, loop methods and hooks of its own."""
     everywhere = torch.nn.modules.module
     parts = [*everywhere._global_forward_pre_hooks.values(), *everywhere._global_forward_hooks.values()]
-    parts += [method for name in _LOOP_METHODS if not _home(method := getattr(model, name)).startswith("transformers.")]
+    parts += [method for name in _LOOP_METHODS if not home(method := getattr(model, name)).startswith("transformers.")]
     for module in model.modules():
         if not type(module).__module__.startswith(("transformers.", "torch.nn.")):
             parts.append(type(module))
@@ -154,11 +154,12 @@ def own_parts(model: Any) -> tuple[Any, ...]:
         if "forward" in vars(module):
             parts.append(module.forward)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            parts += [hook for hook in hooks.values() if not _home(hook).startswith(_NEUTRAL)]
+            parts += [hook for hook in hooks.values() if not home(hook).startswith(_NEUTRAL)]
     return tuple(parts)
 
 
-def _home(function: Any) -> str:
+def home(function: Any) -> str:
+    """Name of the module that a function or method was written in."""
     return str(getattr(getattr(function, "func", function), "__module__", None))  # of a partial, its function's
 
 

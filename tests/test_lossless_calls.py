@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import TOKENS, check_equal, clear_prompt, plain, text_of
 from tiny import VOCAB, ForwardCount, copy_prompt, max_difference, planted, random_prompt, tiny, tiny_llama
-from transformers import LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor
 
 from retrodraft import RetroDraft
 from retrodraft.compat import CACHE_ARG
@@ -139,3 +140,52 @@ def test_what_cannot_be_drafted_runs_plain(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         rd.generate(prompt, **options)  # the same reason is told once
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 30), torch.ones(1, 25), torch.tensor([[0.0] * 6 + [1.0] * 24])])
+def test_masks_of_another_length_than_the_prompt(mask: torch.Tensor) -> None:
+    """Plain generate takes them for a text of that length."""
+    model, prompt = tiny_llama(0), copy_prompt(24)
+    options = dict(attention_mask=mask.long(), max_new_tokens=TOKENS, do_sample=False)
+    expected = model.generate(prompt, **options)
+    with pytest.warns(UserWarning, match=r"the attention_mask has (25|30) columns, but there are 24 tokens"):
+        assert torch.equal(RetroDraft(model, budget=16).generate(prompt, **options), expected)
+
+
+def test_a_cache_that_holds_the_whole_prompt() -> None:
+    """Plain generate feeds it all again, behind what is there."""
+    model, prompt = tiny_llama(0), copy_prompt(24)
+    found = []
+    for wrapped in (model, RetroDraft(model, budget=16)):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt, **{CACHE_ARG: cache})
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            found.append(wrapped.generate(prompt, **{CACHE_ARG: cache}, max_new_tokens=TOKENS, do_sample=False))
+    assert torch.equal(*found)
+    assert any("holds the whole prompt already" in str(warning.message) for warning in seen)
+
+
+@pytest.mark.parametrize("length", [20.5, torch.tensor(20), np.int64(20)])
+@pytest.mark.parametrize("option", ["max_new_tokens", "max_length"])
+def test_lengths_that_are_no_integers(option: str, length: Any) -> None:
+    model, prompt = tiny_llama(0), copy_prompt(8)
+    rd = RetroDraft(model, budget=16)
+    options = {option: length, "do_sample": False}
+    assert torch.equal(rd.generate(prompt, **options), model.generate(prompt, **options))
+    assert rd.stats.num_target_forwards > 0
+
+
+def test_prompts_of_short_integers() -> None:
+    """Plain generate's first new token turns them into long ones."""
+    model, prompt = tiny_llama(0), copy_prompt(24).int()
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    found = RetroDraft(model, budget=16).generate(prompt, max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, expected) and found.dtype == expected.dtype
+
+
+def test_modes_that_transformers_has_given_up() -> None:
+    model, prompt = tiny_llama(0), copy_prompt(24)
+    with pytest.raises(ValueError, match="has moved contrastive_search to custom_generate code"):
+        model.generate(prompt, penalty_alpha=0.6, top_k=4, custom_generate=RetroDraft(model, budget=16))

@@ -67,6 +67,30 @@ def test_methods_of_a_subclass(kind: Any) -> None:
     check(model, RetroDraft(model, budget=16), "plain", False, copy_prompt(24))
 
 
+class Forgetful(LlamaForCausalLM):
+    """Hides the beginning of a padded text from its second step on."""
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        mask = inputs.get("attention_mask")
+        if mask is not None and not mask.all():
+            mask[:, :12] = 0
+        return inputs
+
+
+def test_inputs_that_a_model_changes_from_step_to_step() -> None:
+    """They are drafted for as far as the probe has seen them: without padding."""
+    torch.manual_seed(0)
+    model, prompt = Forgetful(LlamaConfig(**_SMALL)).eval(), copy_prompt(24)
+    rd = RetroDraft(model, budget=16)
+    check(model, rd, "tree", True, prompt)
+    mask = torch.ones(1, 24, dtype=torch.long)
+    mask[0, :2] = 0
+    expected = model.generate(prompt, attention_mask=mask.clone(), **GREEDY)
+    with pytest.warns(UserWarning, match="changes its inputs from step to step"):
+        assert torch.equal(rd.generate(prompt, attention_mask=mask.clone(), **GREEDY), expected)
+
+
 def shift_newest(amount: float, module: Any, args: Any, output: Any) -> Any:
     """Steering that is about a forward's last position."""
     states = (output[0] if isinstance(output, tuple) else output).clone()
